@@ -26,6 +26,8 @@ from paceline.planner import rank_kinds
 from paceline.planner.accumulate import ANY_RATES, fewest_microbatches
 from paceline.planner.estimate import estimate
 from paceline.planner.fit import check_fits, ledger, smallest_change
+from paceline.planner.pieces import LazyPieces
+from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank_kinds import MemoryNeed, accelerator_rates, gpu_rates
 from paceline.simulate.allocator import CPU_RUNTIME_BYTES
 from paceline.simulate.device import DeviceRates
@@ -64,6 +66,7 @@ def a_job(layers: int = 8, momentum: float = 0.9, batch: int = 8) -> paceline.Jo
 JOB = a_job()
 PROFILE = profile_job(JOB)
 SPLIT = SplitJob(JOB, PROFILE)
+PROBLEM = PlanningProblem(JOB, PROFILE, LazyPieces(JOB, PROFILE))
 
 
 def cluster(*memory_mib: float, kind: str = "cuda", flops_per_s: tuple[float, ...] = ()) -> Cluster:
@@ -215,7 +218,7 @@ def test_what_does_not_fit_is_refused_with_plans_that_do():
     """The ledger has a line for each rank; what is suggested fits by the same ledger."""
     devices = cluster(CPU_RUNTIME_BYTES / MIB + 20, kind="cpu")
     with pytest.raises(PlanError, match=r"plan 'single' doesn't fit") as caught:
-        check_fits(JOB, Plan.parse("single"), devices, PROFILE, SPLIT, snapshot=False)
+        check_fits(PROBLEM, Plan.parse("single"), devices, snapshot=False)
 
     message = str(caught.value)
     assert "too little" in message
@@ -230,15 +233,13 @@ def test_what_does_not_fit_is_refused_with_plans_that_do():
             tuple(replace(devices.devices[0], index=k) for k in range(plan.world_size)),
             devices.link,
         )
-        check_fits(JOB, plan, same, PROFILE, SPLIT, snapshot=False)
+        check_fits(PROBLEM, plan, same, snapshot=False)
 
 
 def test_nothing_fits():
     """Without a plan to suggest the way out is another one."""
     with pytest.raises(PlanError, match="none of the plans that were tried fits"):
-        check_fits(
-            JOB, Plan.parse("single"), cluster(1, kind="cpu"), PROFILE, SPLIT, snapshot=False
-        )
+        check_fits(PROBLEM, Plan.parse("single"), cluster(1, kind="cpu"), snapshot=False)
 
 
 def test_the_ledger_for_people():
@@ -325,7 +326,7 @@ def test_the_last_bytes_of_a_gpu_are_not_there():
         Link(1e12, 0.0),
     )
     with pytest.raises(PlanError) as caught:
-        check_fits(JOB, Plan.parse("data=2"), devices, PROFILE, SPLIT, snapshot=False)
+        check_fits(PROBLEM, Plan.parse("data=2"), devices, snapshot=False)
     assert str(caught.value).splitlines()[1].split()[-4:] == ["set", "aside", "sum", "limit"]
     assert (
         "MiB set aside on a GPU: 621 for the driver's context, 441 for NCCL's buffers, 23 for what torch's "
@@ -395,7 +396,7 @@ def test_who_holds_a_gpu_is_named():
         PlanError,
         match=r"cuda:1 has 0.0 GiB free of 80.0: the rest is held by process 71 \(python3\)",
     ):
-        check_fits(JOB, Plan.parse("single"), Cluster((device,)), PROFILE, SPLIT, snapshot=False)
+        check_fits(PROBLEM, Plan.parse("single"), Cluster((device,)), snapshot=False)
     with pytest.raises(PlanError, match=r"held by process 71"):
         fewest_microbatches(PROFILE, Plan.parse("single"), Cluster((device,)), batch=8)
 
@@ -529,9 +530,7 @@ def test_backward_of_a_split_model_keeps_the_shapes_of_its_products(plan: str, p
 
 def test_the_smallest_change_that_needs_less_is_named():
     """Replicas that ran out of memory: smaller micro-batches don't help a model of few activations, shards do."""
-    advice = smallest_change(
-        JOB, Plan.parse("data=2"), cluster(40, 40), PROFILE, SPLIT, snapshot=False
-    )
+    advice = smallest_change(PROBLEM, Plan.parse("data=2"), cluster(40, 40), snapshot=False)
 
     assert advice.startswith("what each rank of 'data=2' was predicted to need:\nMiB ")
     assert advice.splitlines()[-1].startswith(
@@ -540,8 +539,6 @@ def test_the_smallest_change_that_needs_less_is_named():
 
 
 def test_no_change_is_promised_where_none_needs_less():
-    advice = smallest_change(
-        JOB, Plan.parse("single"), cluster(0.001), PROFILE, SPLIT, snapshot=False
-    )
+    advice = smallest_change(PROBLEM, Plan.parse("single"), cluster(0.001), snapshot=False)
 
     assert "no change of plan needs so much less" in advice.splitlines()

@@ -183,7 +183,7 @@ def test_every_nothing_fits_names_changes(monkeypatch: pytest.MonkeyPatch) -> No
         "paceline.planner.fit._plans_that_fit", lambda *arguments, **options: iter(())
     )
     with pytest.raises(PlanError) as caught:
-        check_fits(job, pl.Plan(), tiny, problem.profile, None, snapshot=False)
+        check_fits(problem, pl.Plan(), tiny, snapshot=False)
     shown = str(caught.value)
     assert "none of the plans that were tried fits" in shown or "the least change first" in shown
     with pytest.raises(PlanError, match="nothing fits on these devices"):

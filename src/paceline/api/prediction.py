@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from paceline.api.plan_choice import PlanChoice
     from paceline.launch.process.heartbeats import HeartbeatTable
     from paceline.model.cost import Profile
-    from paceline.planner.estimate import Estimate, SplitPrices
+    from paceline.planner.estimate import Estimate
+    from paceline.planner.pieces import LazyPieces
+    from paceline.planner.problem import PlanningProblem
 
 FEW_STEPS = 10  # a run of fewer steps is mostly start-up
 EXPLAINS = 0.5  # the part of a deviation that a cause must explain
@@ -47,9 +49,19 @@ class Priced:
     resolved: Resolved
     snapshot: bool
     profile: Profile | None = None
-    split: SplitPrices | None = None
+    pieces: LazyPieces | None = None
     chosen: PlanChoice | None = None  # if the planner has made the choice
     problem: str = ""  # why there is no price
+
+    def planning(self) -> PlanningProblem | None:
+        """Return the job with its cost; None if nothing is known of it."""
+        from paceline.planner.pieces import LazyPieces
+        from paceline.planner.problem import PlanningProblem
+
+        if self.profile is None:
+            return None
+        pieces = self.pieces or LazyPieces(self.job, self.profile)
+        return PlanningProblem(self.job, self.profile, pieces)
 
 
 def price(job: Job, resolved: Resolved, chosen: PlanChoice, *, snapshot: bool) -> Priced:
@@ -90,21 +102,12 @@ def _checked(priced: Priced) -> Priced:
         PlanError: see `price`.
     """
     from paceline.planner.fit import check_fits
-    from paceline.planner.pieces import LazyPieces
 
-    job, resolved = priced.job, priced.resolved
-    priced = _profiled(priced)
-    if priced.profile is None:
+    priced, resolved = _profiled(priced), priced.resolved
+    if (planning := priced.planning()) is None:
         return priced
     try:
-        check_fits(
-            job,
-            resolved.plan,
-            resolved.cluster,
-            priced.profile,
-            priced.split or LazyPieces(job, priced.profile),
-            snapshot=priced.snapshot,
-        )
+        check_fits(planning, resolved.plan, resolved.cluster, snapshot=priced.snapshot)
     except PlanError:
         raise
     except Exception as error:  # pricing runs pieces of the model on fake tensors
@@ -122,17 +125,19 @@ def _profiled(priced: Priced) -> Priced:
     """Add the job's cost. A job that can't be profiled is trained all the same."""
     from paceline.model.cost import profile_job
     from paceline.planner.multi_model import priced as as_priced
-    from paceline.strategies.stages.price import SplitJob
+    from paceline.planner.pieces import LazyPieces
 
     try:
         priced = replace(priced, job=as_priced(priced.job))
         profile = priced.profile or profile_job(
             priced.job, device=priced.resolved.cluster.first_here
         )
-        split = SplitJob(priced.job, profile) if priced.resolved.plan.splits_model else None
+        pieces = LazyPieces(priced.job, profile)
+        if priced.resolved.plan.splits_model and not pieces.count():
+            raise PlanError(pieces.problem)
     except Exception as error:  # the model may do anything when it is profiled
         return _without_price(priced, error)
-    return replace(priced, profile=profile, split=split)
+    return replace(priced, profile=profile, pieces=pieces)
 
 
 def predict_once_started(board: HeartbeatTable, priced: Priced, run_dir: Path) -> None:
@@ -190,25 +195,18 @@ def _predict(priced: Priced, run_dir: Path) -> None:
 
 
 def _estimate(priced: Priced) -> Estimate | None:
-    from paceline.planner.estimate import estimate
     from paceline.planner.rank_kinds import measured_rates
 
     if priced.profile is None and not priced.problem:
         priced = _profiled(priced)
-    if priced.profile is None:
+    if (planning := priced.planning()) is None:
         return None
-    job, resolved = priced.job, priced.resolved
+    plan, cluster = priced.resolved.plan, priced.resolved.cluster
     try:
-        return estimate(
-            priced.profile,
-            resolved.plan,
-            with_links(resolved.cluster, measure=False),
-            batch=job.batch,
-            precision=job.precision,
-            rates=measured_rates(
-                resolved.cluster, waiting=resolved.plan.splits_model, oldest_s=math.inf
-            ),
-            split=priced.split,
+        return planning.price(
+            plan,
+            with_links(cluster, measure=False),
+            rates=measured_rates(cluster, waiting=plan.splits_model, oldest_s=math.inf),
             snapshot=priced.snapshot,
         )
     except Exception as error:  # as above
@@ -329,19 +327,11 @@ def what_would_fit(priced: Priced) -> str:
 
 def _what_would_fit(priced: Priced) -> str:
     from paceline.planner.fit import smallest_change
-    from paceline.planner.pieces import LazyPieces
 
-    priced = _profiled(priced)
-    if priced.profile is None:
+    priced, resolved = _profiled(priced), priced.resolved
+    if (planning := priced.planning()) is None:
         return f"no ledger: {priced.problem}"
     try:
-        return smallest_change(
-            priced.job,
-            priced.resolved.plan,
-            priced.resolved.cluster,
-            priced.profile,
-            priced.split or LazyPieces(priced.job, priced.profile),
-            snapshot=priced.snapshot,
-        )
+        return smallest_change(planning, resolved.plan, resolved.cluster, snapshot=priced.snapshot)
     except Exception as error:  # as above
         return f"no ledger: {error}"

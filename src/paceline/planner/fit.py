@@ -9,11 +9,9 @@ from paceline.base.errors import PlanError
 from paceline.base.tables import aligned
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job
-from paceline.model.cost.profile import Profile
 from paceline.planner.accumulate import ANY_RATES
 from paceline.planner.corrections import MEASURED
-from paceline.planner.estimate import Estimate, SplitPrices, estimate
-from paceline.planner.pieces import LazyPieces
+from paceline.planner.estimate import Estimate
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank_kinds import MemoryNeed
 from paceline.planner.remedies import remedies
@@ -37,55 +35,41 @@ _COLUMNS = {
 }
 
 
-def check_fits(
-    job: Job,
-    plan: Plan,
-    cluster: Cluster,
-    profile: Profile,
-    split: SplitPrices | None,
-    *,
-    snapshot: bool,
-) -> None:
+def check_fits(problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapshot: bool) -> None:
     """Refuse a plan that needs more memory than its devices have, before anything starts.
 
     Raises:
         PlanError: with the ledger of every kind of rank, and plans that would fit.
     """
-    estimate = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
+    estimate = _estimate(problem, plan, cluster, snapshot=snapshot)
     if estimate.fits:
         return
     worst = max(estimate.needs, key=lambda need: need.missing_bytes)
     reasons = "".join(
         f"\n{line}" for line in (set_aside(worst), *reduced_memory(estimate.needs)) if line
     )
-    others = list(_plans_that_fit(job, plan, cluster, profile, split, snapshot=snapshot))
+    others = list(_plans_that_fit(problem, plan, cluster, snapshot=snapshot))
     shown = "\n".join(
         f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others
     )
     raise PlanError(
         f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
         f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(estimate.needs)}{reasons}",
-        hint=f"plans that fit:\n{shown}" if others else _other_than_plans(job, cluster, profile),
+        hint=f"plans that fit:\n{shown}" if others else _other_than_plans(problem, cluster),
     )
 
 
 def smallest_change(
-    job: Job,
-    plan: Plan,
-    cluster: Cluster,
-    profile: Profile,
-    split: SplitPrices | None,
-    *,
-    snapshot: bool,
+    problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapshot: bool
 ) -> str:
     """Return the ledger of a plan that ran out of memory, and the smallest change that is predicted
     to fit.
     """
-    estimate = _estimate(job, plan, cluster, profile, split, snapshot=snapshot)
+    estimate = _estimate(problem, plan, cluster, snapshot=snapshot)
     worst = max(estimate.needs, key=lambda need: need.missing_bytes)
     allowed_bytes = min(worst.device.memory_bytes, int(LESS * worst.total_bytes))
     lines = [f"what each rank of '{plan}' was predicted to need:", ledger(estimate.needs)]
-    for other, needs in _from_small_to_large(job, plan, cluster, profile, split, snapshot=snapshot):
+    for other, needs in _from_small_to_large(problem, plan, cluster, snapshot=snapshot):
         most = max(needs, key=lambda need: need.total_bytes)
         if most.total_bytes <= allowed_bytes:
             return "\n".join(
@@ -100,11 +84,11 @@ def smallest_change(
         devices=tuple(replace(device, memory_bytes=allowed_bytes) for device in cluster.devices),
     )
     return "\n".join(
-        [*lines, "no change of plan needs so much less", _other_than_plans(job, tight, profile)]
+        [*lines, "no change of plan needs so much less", _other_than_plans(problem, tight)]
     )
 
 
-def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
+def _other_than_plans(problem: PlanningProblem, cluster: Cluster) -> str:
     """Return changes of the job or the devices under which some plan fits."""
     if not cluster.nodes and any(
         device.kind != "cpu" for device in cluster.devices
@@ -112,7 +96,7 @@ def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
         return (
             "devices with more memory, or a smaller model; paceline plan FILE lists what would fit"
         )
-    changes = remedies(PlanningProblem(job, profile, LazyPieces(job, profile)), cluster)
+    changes = remedies(problem, cluster)
     if not changes:
         return (
             "devices with more memory, or a smaller model: none of the plans that were tried fits"
@@ -126,18 +110,13 @@ def _other_than_plans(job: Job, cluster: Cluster, profile: Profile) -> str:
 
 
 def _from_small_to_large(
-    job: Job,
-    plan: Plan,
-    cluster: Cluster,
-    profile: Profile,
-    split: SplitPrices | None,
-    *,
-    snapshot: bool,
+    problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapshot: bool
 ) -> Iterator[tuple[Plan, Sequence[MemoryNeed]]]:
     """Yield plans that may need less: smaller micro-batches, recomputation, then other ways to
     split over as many ranks.
     """
-    ranks, samples = plan.world_size, -(-job.batch // plan.replicas)
+    job, ranks = problem.job, plan.world_size
+    samples = -(-job.batch // plan.replicas)
     counts = [
         count
         for count in (2, 4, 8, 16, 32, 64, samples)
@@ -152,9 +131,7 @@ def _from_small_to_large(
     ]
     for other in tried:
         try:
-            estimate = _estimate(
-                job, other, _as_many(cluster, other), profile, split, snapshot=snapshot
-            )
+            estimate = _estimate(problem, other, _as_many(cluster, other), snapshot=snapshot)
         except PlanError:  # the keys don't compose, or there are fewer pieces than ranks
             continue
         yield other, estimate.needs
@@ -232,13 +209,7 @@ def ledger(needs: Sequence[MemoryNeed]) -> str:
 
 
 def _plans_that_fit(
-    job: Job,
-    plan: Plan,
-    cluster: Cluster,
-    profile: Profile,
-    split: SplitPrices | None,
-    *,
-    snapshot: bool,
+    problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapshot: bool
 ) -> Iterator[tuple[Plan, MemoryNeed]]:
     """Yield, for each kind of plan, the one with the fewest ranks that fits, and the need of its
     fullest rank.
@@ -249,22 +220,21 @@ def _plans_that_fit(
         if least.kind == "cpu"
         else max(plan.world_size, len(Cluster.local().devices))
     )
+    batch = problem.job.batch
     sizes = sorted(
         {plan.world_size, *(size for size in (2, 4, 8, 16) if plan.world_size <= size <= most)}
         - {1}
     )
     kinds = [
         [plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],
-        [Plan.of(shard=size) for size in sizes if size <= job.batch],
-        [Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)) for size in sizes],
+        [Plan.of(shard=size) for size in sizes if size <= batch],
+        [Plan.of(pipeline=size, microbatches=min(2 * size, batch)) for size in sizes],
         [Plan.of(place="auto", parts=size) for size in sizes],
     ]
     for tried in kinds:
         for other in (other for other in tried if other != plan):
             try:
-                estimate = _estimate(
-                    job, other, _as_many(cluster, other), profile, split, snapshot=snapshot
-                )
+                estimate = _estimate(problem, other, _as_many(cluster, other), snapshot=snapshot)
             except PlanError:  # fewer pieces than ranks
                 continue
             if estimate.fits:
@@ -273,21 +243,6 @@ def _plans_that_fit(
 
 
 def _estimate(
-    job: Job,
-    plan: Plan,
-    cluster: Cluster,
-    profile: Profile,
-    split: SplitPrices | None,
-    *,
-    snapshot: bool,
+    problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapshot: bool
 ) -> Estimate:
-    return estimate(
-        profile,
-        plan,
-        cluster,
-        batch=job.batch,
-        precision=job.precision,
-        rates=ANY_RATES,
-        split=split,
-        snapshot=snapshot,
-    )
+    return problem.price(plan, cluster, rates=ANY_RATES, snapshot=snapshot)

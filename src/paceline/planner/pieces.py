@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 
 
 class LazyPieces:
-    """The pieces of a job's model; see `planner.estimate.SplitPrices`.
+    """The pieces of a job's model, for plans that split it.
 
-    A capture takes seconds, and many plans need none, so it happens at the first request. `built`
-    is the job's model, if it exists already.
+    A capture takes seconds, and many plans need none, so it happens at the first request.
+
+    Attributes:
+        built: The job's model, if it exists already.
+        problem: The reason why the model can't be cut; empty if it can, or if nobody has asked yet.
     """
 
     def __init__(self, job: Job, profile: Profile, built: FakeModel | None = None) -> None:
         self.job, self.profile, self.built = job, profile, built
         self._splits: dict[bool, SplitJob] = {}
-        self._problem = ""
+        self.problem = ""
         self._layers: Profile | None = None
 
     def layers(self) -> Profile:
@@ -40,8 +43,6 @@ class LazyPieces:
         from paceline.strategies.stages.layers import layered
 
         split = self._captured(each=False)
-        if split is None:
-            raise PlanError(f"the model can't be cut: {self._problem}")
         if self._layers is None:
             try:
                 self._layers = layered(split)
@@ -61,18 +62,11 @@ class LazyPieces:
             PlanError: the model can't be cut, or not in this way.
         """
         split = self._captured()
-        if split is None:
-            raise PlanError(f"the model can't be cut: {self._problem}")
         try:
             return split.ranks(plan, devices, microbatch_samples=microbatch_samples)
-        except PlanError as error:
-            if type(error).__name__ != "CaptureFailed":
-                raise
-            raise PlanError(
-                f"the model can't be cut for micro-batches of {microbatch_samples} samples: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
         except Exception as error:  # as above: a norm may refuse a micro-batch of one sample
+            if isinstance(error, PlanError) and type(error).__name__ != "CaptureFailed":
+                raise
             why = str(error).partition("\n")[0] or type(error).__name__
             raise PlanError(
                 f"the model can't be cut for micro-batches of {microbatch_samples} samples: {why}"
@@ -84,27 +78,26 @@ class LazyPieces:
         Args:
             each: Whether each block is captured, even if it equals another one.
         """
-        split = self._captured(each=each)
-        return 0 if split is None else len(split.pieces)
+        try:
+            return len(self._captured(each=each).pieces)
+        except PlanError:
+            return 0
 
-    @property
-    def problem(self) -> str:
-        """The reason why the model can't be cut; empty if it can, or if nobody has asked yet."""
-        return self._problem
-
-    def _captured(self, *, each: bool = True) -> SplitJob | None:
+    def _captured(self, *, each: bool = True) -> SplitJob:
         from paceline.model.cost.blocks import NotStoodFor
         from paceline.strategies.stages.price import SplitJob
 
-        if each not in self._splits and not self._problem:
+        if each not in self._splits and not self.problem:
             try:
                 self._splits[each] = SplitJob(self.job, self.profile, each=each, built=self.built)
             except NotStoodFor:
                 self._leave_nothing_out()
                 return self._captured(each=each)
             except Exception as error:  # a model may do anything when it is captured
-                self._problem = str(error).partition("\n")[0] or type(error).__name__
-        return self._splits.get(each)
+                self.problem = str(error).partition("\n")[0] or type(error).__name__
+        if each not in self._splits:
+            raise PlanError(f"the model can't be cut: {self.problem}")
+        return self._splits[each]
 
     def _leave_nothing_out(self) -> None:
         """Forget the chains, because the capture contradicted them although the forward had not."""

@@ -17,6 +17,7 @@ from paceline.planner.estimate import Estimate, NotPriced, estimate
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.pipelines import least_missing_bytes
 from paceline.planner.search import Candidate, Change, RankedPlans, Rent, flips, search
+from paceline.simulate.play import Rates
 from paceline.strategies import conflicts
 from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.limits import DeviceCounts, Limits
@@ -143,8 +144,19 @@ class PlanningProblem:
 
         return rent_of
 
-    def price(self, plan: Plan, cluster: Cluster) -> Estimate:
+    def price(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        *,
+        rates: Rates | None = None,
+        snapshot: bool = False,
+    ) -> Estimate:
         """Predict the step of a plan, corrected by the trials.
+
+        Args:
+            rates: See `estimate`.
+            snapshot: Whether checkpoints are written while training goes on.
 
         Raises:
             PlanError: the plan can't be on this cluster.
@@ -173,8 +185,9 @@ class PlanningProblem:
             used,
             batch=self.job.batch,
             precision=self.computes_in,
+            rates=rates,
             split=self.pieces,
-            snapshot=False,
+            snapshot=snapshot,
         )
         return self.corrections.apply(plan, predicted) if self.corrections else predicted
 

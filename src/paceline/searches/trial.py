@@ -176,22 +176,11 @@ def num_parameters(model: Callable[[], Any]) -> int:
 
 
 def _priced(job: Job, plan: str, devices: TrialDevices) -> tuple[Plan, Any]:
-    from paceline.model.cost import profile_job
-    from paceline.planner.estimate import estimate
-    from paceline.planner.pieces import LazyPieces
+    from paceline.planner.problem import PlanningProblem
 
     resolved = devices.resolve(job, plan)
-    profile = profile_job(job, device=resolved.cluster.first_here)
-    split = LazyPieces(job, profile) if resolved.plan.splits_model else None
-    return resolved.plan, estimate(
-        profile,
-        resolved.plan,
-        resolved.cluster,
-        batch=job.batch,
-        precision=job.precision,
-        split=split,
-        snapshot=False,
-    )
+    problem = PlanningProblem.of(job, device=resolved.cluster.first_here)
+    return resolved.plan, problem.price(resolved.plan, resolved.cluster)
 
 
 def _chosen(job: Job, devices: TrialDevices) -> tuple[Plan, Any]:
