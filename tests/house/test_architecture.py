@@ -52,7 +52,6 @@ BEYOND_LIMITS = {
     "model/graph.py: _piece",
     "model/graph.py: read",
     "planner/estimate.py: estimate",
-    "planner/pipelines.py: play_pipeline",
     "searches/begin.py: open_study",
     "searches/search.py: search",
     "servers/server.py: __init__",

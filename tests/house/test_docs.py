@@ -24,12 +24,13 @@ from paceline.cluster.software import Software
 from paceline.job import Job
 from paceline.planner.corrections import SPREAD
 from paceline.planner.estimate import GPU_SPREAD, RATES_SPREAD
-from paceline.planner.program import MICROBATCH_S, step_program
+from paceline.planner.program import MICROBATCH_S, rank_program
 from paceline.simulate.allocator import CPU_HOLES, CPU_HOLES_ADDED, CPU_HOLES_LEAN
 from paceline.simulate.device import THREAD_EFFICIENCY
 from paceline.simulate.play import Player
 from paceline.simulate.program import Collective, Compute
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.cost import whole_rank
 
 from . import cli_page
 
@@ -225,7 +226,8 @@ def test_the_worked_example_gives_its_figures():
     )
     player = Player(example.globs["rates"], example.globs["gpus"].link)
     ends_ms = []
-    for event in step_program(example.globs["profile"], Plan.parse("data=2"), "cuda", (4,)):
+    rank = whole_rank(example.globs["profile"], (4,))
+    for event in rank_program(rank, Plan.parse("data=2"), "cuda"):
         before = dict(player.clock)
         player.play(event)
         takes = isinstance(event, Compute) and (event.flops or event.moved_bytes or event.fixed_s)

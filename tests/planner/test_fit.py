@@ -107,11 +107,11 @@ def test_a_schedule_decides_how_many_activations_are_held():
         ranks = SPLIT.ranks(
             Plan.parse(f"pipeline=4 microbatches=8 schedule={schedule}"), (), microbatch_samples=64
         )
-        from paceline.planner.program import stage_program
+        from paceline.planner.program import rank_program
         from paceline.simulate.play import play_together
 
         programs = [
-            stage_program(
+            rank_program(
                 rank,
                 Plan.parse(f"pipeline=4 microbatches=8 schedule={schedule}"),
                 "cuda",

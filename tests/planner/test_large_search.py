@@ -92,7 +92,6 @@ def test_what_is_known_of_a_cluster_holds_on_others():
         for plan in plans:
             for cluster in clusters:
                 if not keeps:
-                    pipelines._blocks.cache_clear()
                     pipelines._written.cache_clear()
                 estimates.append(
                     estimate(

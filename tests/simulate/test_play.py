@@ -5,7 +5,7 @@ import pytest
 from paceline.cluster.links import Link
 from paceline.simulate.collectives import LATE_AFTER_S, collective_s
 from paceline.simulate.device import DeviceRates
-from paceline.simulate.play import play, play_together
+from paceline.simulate.play import play_together
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Receive, Send, free
 
 RATES = DeviceRates(
@@ -16,6 +16,11 @@ RATES = DeviceRates(
     operator_s=0.1,
 )
 LINK = Link(bytes_per_s=10, latency_s=0)
+
+
+def play(program, rates, network, **options):
+    """Of a rank that waits for no other."""
+    return play_together([program], [rates], network, **options)[0]
 
 
 def second(part="compute", after=()) -> Compute:

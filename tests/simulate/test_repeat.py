@@ -5,7 +5,7 @@ import pytest
 from paceline.cluster.links import Link, Network
 from paceline.simulate.collectives import LATE_AFTER_S, collective_s
 from paceline.simulate.device import DeviceRates
-from paceline.simulate.play import ROUNDS, play
+from paceline.simulate.play import ROUNDS, play_together
 from paceline.simulate.program import COMPUTE, Allocate, Collective, Compute, Repeat
 from paceline.simulate.program import NETWORK as BESIDE
 
@@ -17,6 +17,12 @@ RATES = DeviceRates(
     operator_s=0.1,
 )
 NETWORK = Network(Link(100, 0.01), Link(10, 0.5), devices_per_node=4)
+
+
+def play(program, rates, network, **options):
+    """Of a rank that waits for no other."""
+    return play_together([program], [rates], network, **options)[0]
+
 
 BODIES = {
     "computing": (Compute(flops=10), Allocate("activations", 3)),

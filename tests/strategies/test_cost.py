@@ -1,20 +1,23 @@
 """What each room adds to a step, on a model small enough to count by hand: two units of 100 bytes, a root of 40."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from paceline.base.errors import PlanError
+from paceline.cluster.devices import DeviceKind
 from paceline.cluster.software import PACELINE, Software
 from paceline.launch.process.malloc import KEPT_BLOCK_BYTES
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
-from paceline.planner.program import moments, step_program
+from paceline.planner.program import rank_program
 from paceline.simulate.allocator import HOLES_ADDED
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute
 from paceline.strategies.plan import Plan
 from paceline.strategies.recompute.cost import KEPT_TENSOR_S, RECOMPUTED_S
 from paceline.strategies.registry import BUILT_IN
 from paceline.strategies.server.cost import MESSAGE_S
+from paceline.strategies.stages.cost import whole_rank
 
 UNIT, ROOT = 100, 40
 
@@ -42,6 +45,13 @@ PROFILE = Profile(
     segments=(segment("first", "a"), segment("second", "b"), segment("", "head")),
     update=Work(moved_bytes=Affine(1000), operators=3),
 )
+
+
+def step_program(
+    profile: Profile, plan: Plan, kind: DeviceKind, samples: tuple[float, ...], **more
+):
+    """Of a rank with the whole model."""
+    return rank_program(whole_rank(profile, samples), plan, kind, **more)
 
 
 def program(text: str, *samples: float, kind="cpu"):
@@ -426,7 +436,7 @@ def test_hybrid_reduces_local_shards_over_the_replicas():
 
 def test_rooms_hook_into_moments_that_exist():
     """A misspelt moment would never come."""
-    from paceline.strategies.costs import Footprint, Step
+    from paceline.strategies.costs import Footprint, MomentName, Step
 
     footprint = Footprint(*({p.name: p.num_bytes for p in PROFILE.parameters} for _ in range(3)))
     plans = [
@@ -443,7 +453,7 @@ def test_rooms_hook_into_moments_that_exist():
         if strategy.cost is not None:
             plan = next(plan for plan in plans if strategy.is_active(plan))
             step = Step(PROFILE, plan, "cpu", (1.0,), footprint)
-            assert set(strategy.cost.enter(step)) <= {name for name, _ in moments(step)}
+            assert set(strategy.cost.enter(step)) <= set(get_args(MomentName))
 
 
 def test_gradients_that_are_added_leave_holes_in_a_heap_that_is_kept():

@@ -1,4 +1,4 @@
-"""Cutting a profile by dimensions into stages, and playing them fast, gives what playing every event gives."""
+"""Cutting a profile of repeated layers into stages, and playing them fast, gives what playing every event gives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.cluster.links import Network
 from paceline.cluster.sizes import Formats, Kernels
 from paceline.cluster.software import Software
 from paceline.planner.pipelines import play_pipeline
-from paceline.planner.program import stage_program
+from paceline.planner.program import rank_program
 from paceline.planner.rank_kinds import accelerator_rates
 from paceline.simulate.play import play_together
 from paceline.strategies.plan import Plan
@@ -103,12 +103,12 @@ def test_blocks_are_what_playing_every_event_gives(text):
     device, network = cluster.span(0, 1)[0]
     assert device.accelerator is not None
     rates = accelerator_rates(device.accelerator, SOFTWARE)
-    step_s, played = play_pipeline(
+    played = play_pipeline(
         PROFILE, plan, cluster, batch=4 * plan.num_microbatches, precision="bf16", software=SOFTWARE
     )
     costs = list(ranks(PROFILE, plan, SOFTWARE, samples=4.0, flops_per_byte=200.0))
     programs = [
-        stage_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs
+        rank_program(cost, plan, "cuda", snapshot=False, software=SOFTWARE) for cost in costs
     ]
     exact = play_together(
         programs,
@@ -118,7 +118,7 @@ def test_blocks_are_what_playing_every_event_gives(text):
         rank_stride=plan.world_size // plan.axes.pipeline,
     )
 
-    assert step_s == pytest.approx(max(t.step_s for t in exact), rel=0.01)
+    assert played[0].timeline.step_s == pytest.approx(max(t.step_s for t in exact), rel=0.01)
     assert max(rank.timeline.peak_memory_bytes for rank in played) == pytest.approx(
         max(t.peak_memory_bytes for t in exact), rel=0.03
     )

@@ -18,10 +18,11 @@ from paceline.model.cost.profile import (
     TensorCut,
     Work,
 )
-from paceline.planner.program import step_program
+from paceline.planner.program import rank_program
 from paceline.simulate.allocator import CPU_HOLES_EXCHANGED, HOLES_ADDED
 from paceline.simulate.program import Allocate, Collective
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.cost import whole_rank
 from paceline.strategies.tensor.cost import narrow
 
 MEGATRON = Software(sequence_parallel=True)
@@ -90,7 +91,7 @@ def test_exchanges_leave_holes_beside_activations_in_a_heap_that_is_kept(
 
     holes = [
         event.num_bytes
-        for event in step_program(whole, plan, kind, samples)
+        for event in rank_program(whole_rank(whole, samples), plan, kind)
         if isinstance(event, Allocate) and event.ledger == HOLES_ADDED
     ]
 
@@ -119,8 +120,8 @@ def test_the_result_of_a_product_that_is_not_done_again_is_not_exchanged_again(
         parameters=(Parameter("w", "layer", 4, rows=1),), segments=(segment,), update=Work()
     )
 
-    events = step_program(
-        whole, Plan.parse("tensor=2 recompute=full"), "cuda", (1.0,), software=software
+    events = rank_program(
+        whole_rank(whole, (1.0,)), Plan.parse("tensor=2 recompute=full"), "cuda", software=software
     )
     sent = sum(
         event.times

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.base.errors import PacelineError, PlanError
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.devices import Device
 from paceline.cluster.limits import usable_cores
 from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
@@ -17,21 +15,21 @@ from paceline.model.cost.profile import Profile
 from paceline.planner.accumulate import fewest_microbatches
 from paceline.planner.break_even import Gain
 from paceline.planner.devices import devices_of
+from paceline.planner.pieces import LazyPieces
 from paceline.planner.pipelines import play_pipeline
-from paceline.planner.program import stage_program, start_s
+from paceline.planner.program import start_s
 from paceline.planner.rank_kinds import (
     MemoryNeed,
     Played,
     measured_rates,
+    play_ranks,
     rank_kinds,
-    rates_of,
+    stage_kinds,
 )
 from paceline.simulate.device import DeviceRates
-from paceline.simulate.play import Rates, play_together
+from paceline.simulate.play import Rates
 from paceline.strategies.active_plan import ActivePlan
-from paceline.strategies.mesh import Mesh, weakest
 from paceline.strategies.plan import Plan
-from paceline.strategies.stages.cost import RankCost
 
 # Half the width of an 80 % interval around a step that is predicted from this machine's rates alone, as a natural
 # logarithm. Fitted on `benchmarks.regret`; see docs/formulas.md.
@@ -76,14 +74,6 @@ class Estimate:
         return all(need.missing_bytes <= 0 for need in self.needs)
 
 
-class SplitPrices(Protocol):
-    """A job's model in pieces; see `strategies.stages.price`."""
-
-    def ranks(
-        self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int
-    ) -> Sequence[RankCost]: ...
-
-
 class NotPriced(PacelineError):
     """A plan that can run and whose cost nobody knows."""
 
@@ -96,7 +86,7 @@ def estimate(
     batch: int,
     precision: Precision = "float32",
     rates: Rates | None = None,
-    split: SplitPrices | None = None,
+    split: LazyPieces | None = None,
     snapshot: bool = True,
     software: Software = PACELINE,
 ) -> Estimate:
@@ -113,49 +103,45 @@ def estimate(
         PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
     """
-    step_s, run_start_s = 0.0, start_s(profile, plan)
-    if cluster.nodes and (profile.by_dimensions or not plan.splits_model):
+    profiles = [profile]
+    if cluster.nodes:
         spread, rates = software.spread, None
+        if plan.splits_model and not profile.by_dimensions:
+            raise PlanError(
+                f"plan '{plan}' splits the model, and what its pieces cost is not known"
+            )
     else:
         rates = rates or measured_rates(cluster, waiting=plan.splits_model)
         spread = RATES_SPREAD if isinstance(rates, DeviceRates) else GPU_SPREAD
-    if rates is None and plan.has_schedule:
-        step_s, played = play_pipeline(
+    if cluster.nodes and plan.has_schedule:
+        played = play_pipeline(
             profile, plan, cluster, batch=batch, precision=precision, software=software
         )
-    elif rates is not None and plan.splits_model:
-        costs, places = _split(plan, cluster, split, batch=batch)
-        played = _play_split(
-            costs, places, plan, cluster, rates, precision=precision, snapshot=snapshot
-        )
-        step_s, run_start_s = (
-            _work_s(played, plan),
-            max(start_s(cost.profile, plan) for cost in costs),
-        )
     else:
-        if rates is not None and plan.modifiers.accumulate == "auto":
-            plan = plan.with_(
-                accumulate=fewest_microbatches(
-                    profile, plan, cluster, batch=batch, precision=precision
-                )
-            )
-        kinds = rank_kinds(plan, cluster, batch=batch, rates=rates, software=software)
-        played = [
-            kind.play(
-                profile,
-                plan,
-                precision=precision,
-                software=software,
-                snapshot=snapshot and rates is not None,
-            )
-            for kind in kinds
-        ]
+        if rates is not None and plan.splits_model:
+            kinds = stage_kinds(split, plan, cluster, batch=batch, rates=rates)
+            profiles = [kind.cost.profile for kind in kinds]
+        else:
+            if rates is not None and plan.modifiers.accumulate == "auto":
+                count = fewest_microbatches(profile, plan, cluster, batch=batch)
+                plan = plan.with_(accumulate=count)
+            kinds = rank_kinds(profile, plan, cluster, batch=batch, rates=rates, software=software)
+        played = play_ranks(
+            kinds,
+            plan,
+            cluster,
+            precision=precision,
+            snapshot=snapshot and rates is not None,
+            software=software,
+        )
     slowest = max((rank.timeline for rank in played), key=lambda timeline: timeline.step_s)
     fullest = max(
         (rank.timeline for rank in played), key=lambda timeline: timeline.peak_memory_bytes
     )
-    step_s = max(slowest.step_s, step_s)
-    needs = [rank.need(plan, software) for rank in played]
+    step_s = slowest.step_s
+    if rates is not None and plan.splits_model:
+        step_s = max(step_s, _work_s(played, plan))
+    needs = [rank.need for rank in played]
     if rates is not None:
         needs += [
             MemoryNeed(name, devices_of(plan, cluster)[0], dict(ledger))
@@ -171,56 +157,13 @@ def estimate(
         tuple(needs),
         low_s=step_s / math.exp(spread),
         high_s=step_s * math.exp(spread),
-        start_s=run_start_s,
+        start_s=max(start_s(each, plan) for each in profiles),
     )
-
-
-def _split(
-    plan: Plan, cluster: Cluster, split: SplitPrices | None, *, batch: int
-) -> tuple[Sequence[RankCost], list[Device]]:
-    """What each rank of one replica costs, and its device; replicas are alike."""
-    if split is None:
-        raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
-    devices = devices_of(plan, cluster)
-    samples = max(1, -(-batch // (plan.replicas * plan.num_microbatches)))
-    try:
-        costs = split.ranks(plan, devices, microbatch_samples=samples)
-    except PlanError:  # no cut fits: the best one without limits says by how much
-        costs = split.ranks(plan, (), microbatch_samples=samples)
-    return costs, [device for device in weakest(plan, devices) if device is not None]
-
-
-def _play_split(
-    costs: Sequence[RankCost],
-    places: Sequence[Device],
-    plan: Plan,
-    cluster: Cluster,
-    rates: Rates,
-    *,
-    precision: Precision,
-    snapshot: bool,
-) -> list[Played]:
-    """The step of ranks that wait for each other's messages."""
-    programs = [
-        stage_program(cost, plan, device.kind, snapshot=snapshot)
-        for cost, device in zip(costs, places, strict=True)
-    ]
-    timelines = play_together(
-        programs,
-        [rates_of(device, rates) for device in places],
-        cluster.link_of_all,
-        precision=precision,
-    )
-    word = Mesh.of(plan, 0).stage_word
-    return [
-        Played.of(f"{word} {place}" if len(places) > 1 else "each rank", device, plan, timeline)
-        for place, (device, timeline) in enumerate(zip(places, timelines, strict=True))
-    ]
 
 
 def _work_s(played: Sequence[Played], plan: Plan) -> float:
     """The least that CPU ranks take together where there are fewer cores than ranks; waiting ranks need none."""
-    if played[0].device.kind != "cpu":
+    if played[0].need.device.kind != "cpu":
         return 0.0
     busy_s = sum(
         rank.timeline.breakdown["compute"] + rank.timeline.breakdown["optimizer"] for rank in played

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -22,18 +22,15 @@ from paceline.strategies.costs import (
     MomentName,
     Step,
     at_once,
-    backward_moments,
     compute,
-    forward_moments,
     small_all_reduce,
 )
 from paceline.strategies.plan import Plan
-from paceline.strategies.stages.cost import RankCost, course
+from paceline.strategies.stages.cost import Item, RankCost, course
 
 # Python around a micro-batch that no operator accounts for: hooks, seeds, the loss's bookkeeping. Measured on a
 # model of one small layer, one core; see docs/formulas.md.
 MICROBATCH_S = 0.6e-3
-Item = Event | tuple[MomentName, HookPoint]
 
 
 def start_s(profile: Profile, plan: Plan) -> float:
@@ -46,26 +43,7 @@ def starts_late(plan: Plan) -> bool:
     return any(cost.start_s is not at_once for cost in ActivePlan(plan).costs)
 
 
-def step_program(
-    profile: Profile,
-    plan: Plan,
-    device_kind: DeviceKind,
-    microbatch_samples: Sequence[float],
-    *,
-    snapshot: bool = True,
-    software: Software = PACELINE,
-) -> Program:
-    """What the first rank does in a step with these micro-batches of its own. It holds the most of every cut.
-
-    snapshot: whether checkpoints are written while training goes on.
-    """
-    filling = fill(
-        profile, plan, device_kind, microbatch_samples, snapshot=snapshot, software=software
-    )
-    return filling.events(moments(filling.step))
-
-
-def stage_program(
+def rank_program(
     rank: RankCost,
     plan: Plan,
     device_kind: DeviceKind,
@@ -73,14 +51,12 @@ def stage_program(
     snapshot: bool = True,
     software: Software = PACELINE,
 ) -> Program:
-    """What a rank of a split model does in a step."""
+    """What a rank does in a step: the first of those that hold equal parts, which holds the most of every cut.
+
+    snapshot: whether checkpoints are written while training goes on.
+    """
     filling = fill(
-        rank.profile,
-        plan,
-        device_kind,
-        (rank.samples,) * plan.num_microbatches,
-        snapshot=snapshot,
-        software=software,
+        rank.profile, plan, device_kind, rank.samples, snapshot=snapshot, software=software
     )
     return filling.events(course(rank))
 
@@ -163,24 +139,6 @@ def _in_order(name: MomentName, entered: Sequence[Hooks]) -> tuple[Hook, ...]:
     """What happens at a moment: the outermost room comes first before a pass, the innermost at all other moments."""
     named = [hooks[name] for hooks in entered if name in hooks]
     return tuple(reversed(named) if name.startswith("before_") else named)
-
-
-def moments(step: Step) -> Iterator[tuple[MomentName, HookPoint]]:
-    """The moments of a step in their order."""
-    segments = range(len(step.profile.segments))
-    yield "start", HookPoint()
-    for microbatch in range(len(step.microbatch_samples)):
-        yield "begin", HookPoint(microbatch)
-        for segment in segments:
-            yield from forward_moments(microbatch, segment, step.profile.segments[segment].repeat)
-        yield "turn", HookPoint(microbatch)
-        for segment in reversed(segments):
-            yield from backward_moments(microbatch, segment, step.profile.segments[segment].repeat)
-        yield "done", HookPoint(microbatch)
-    yield "finish", HookPoint()
-    yield "meet", HookPoint()
-    yield "update", HookPoint()
-    yield "save", HookPoint()
 
 
 class _OneDevice:

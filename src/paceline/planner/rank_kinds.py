@@ -1,12 +1,12 @@
 """The kinds of ranks that a plan has on a cluster, and the step that each of them takes.
 
 Ranks that do the same on devices that are alike are one kind, so that one of them is played. Devices may be here, with
-rates that were measured, or described, with rates that are stated.
+rates that were measured, or described, with rates that are stated. A rank has the whole model or stages of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import get_args
@@ -24,12 +24,15 @@ from paceline.job.order import split
 from paceline.launch.process.malloc import GIVEN_BACK_BLOCK_BYTES, KEPT_BLOCK_BYTES
 from paceline.model.cost.profile import Profile
 from paceline.planner.devices import devices_of
-from paceline.planner.program import step_program
+from paceline.planner.pieces import LazyPieces
+from paceline.planner.program import rank_program
 from paceline.simulate.accelerator import AcceleratorRates
 from paceline.simulate.device import OLD_S, DeviceRates, measure_device
-from paceline.simulate.play import Rates, Timeline, play
+from paceline.simulate.play import Rates, Timeline, play_together
 from paceline.strategies.costs import allocator_of
+from paceline.strategies.mesh import Mesh, weakest
 from paceline.strategies.plan import Plan
+from paceline.strategies.stages.cost import RankCost, whole_rank
 
 # The rate of fused attention by that of the best matrix product, of a GPU that is not listed: as of an H100 (Dao 2023,
 # FlashAttention-2: 335 TFLOP/s; ml-engineering: a product reaches 794).
@@ -55,64 +58,73 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one kind of rank took for its step. timeline: as a run measures its memory."""
+    """What one kind of rank took for its step. timeline: as a run measures its memory. need: with what the device gives
+    away beside tensors."""
 
-    name: str
-    device: Device
     timeline: Timeline
+    need: MemoryNeed
 
     @classmethod
-    def of(cls, name: str, device: Device, plan: Plan, tensors: Timeline) -> Played:
+    def of(
+        cls, name: str, device: Device, plan: Plan, tensors: Timeline, software: Software
+    ) -> Played:
         """tensors: what the rank's program gave."""
-        return cls(name, device, allocator_of(plan, device).resident(tensors))
-
-    def need(self, plan: Plan, software: Software = PACELINE) -> MemoryNeed:
-        """With what the device gives away beside tensors."""
-        aside = allocator_of(plan, self.device, software).set_aside(self.timeline.peak_memory_bytes)
-        return MemoryNeed(self.name, self.device, {**self.timeline.ledger, **aside})
+        allocator = allocator_of(plan, device, software)
+        timeline = allocator.resident(tensors)
+        aside = allocator.set_aside(timeline.peak_memory_bytes)
+        return cls(timeline, MemoryNeed(name, device, {**timeline.ledger, **aside}))
 
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks that do the same on devices that are alike.
-
-    microbatches: samples of each. network: as slow as the slowest of any rank, for who takes part in a collective
-        waits for all.
-    """
+    """Ranks that do the same on devices that are alike."""
 
     name: str
     device: Device
     rates: Rates
-    network: Network
-    microbatches: tuple[float, ...]
+    cost: RankCost
 
-    def play(
-        self,
-        profile: Profile,
-        plan: Plan,
-        *,
-        precision: Precision,
-        snapshot: bool = False,
-        software: Software = PACELINE,
-    ) -> Played:
-        """The step of a model that is not cut into stages. Micro-batches between the first two and the last are alike
-        and are played once."""
-        sizes = self.microbatches
 
-        def played(sizes: Sequence[float]) -> Timeline:
-            program = step_program(
-                profile, plan, self.device.kind, sizes, snapshot=snapshot, software=software
-            )
-            return play(program, self.rates, self.network, precision=precision)
+def play_ranks(
+    kinds: Sequence[RankKind],
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    precision: Precision = "float32",
+    snapshot: bool = False,
+    software: Software = PACELINE,
+) -> list[Played]:
+    """The step of ranks that wait for each other's messages, or of one of each kind if no rank waits for others. Then
+    micro-batches between the first two and the last are alike, and are played once.
+    """
+    span = cluster.span(0, plan.num_workers) if cluster.nodes else ()
+    network = software.on(slowest(span) if span else Network(cluster.link_of_all))
 
-        if len(sizes) <= 3:
-            tensors = played(sizes)
-        else:
-            middle = sum(sizes[1:-1]) / (len(sizes) - 2)
-            tensors = _repeated(
-                played((sizes[0], sizes[-1])), played((sizes[0], middle, sizes[-1])), len(sizes) - 2
-            )
-        return Played.of(self.name, self.device, plan, tensors)
+    def timelines(costs: Iterable[RankCost]) -> list[Timeline]:
+        programs = [
+            rank_program(cost, plan, kind.device.kind, snapshot=snapshot, software=software)
+            for kind, cost in zip(kinds, costs, strict=True)
+        ]
+        rates = [kind.rates for kind in kinds]
+        return play_together(programs, rates, network, precision=precision)
+
+    costs = [kind.cost for kind in kinds]
+    between = len(costs[0].samples) - 2
+    if between < 2 or not costs[0].is_whole:
+        tensors = timelines(costs)
+    else:
+        without = timelines(_fewer(cost) for cost in costs)
+        once = timelines(_fewer(cost, sum(cost.samples[1:-1]) / between) for cost in costs)
+        tensors = [_repeated(*pair, between) for pair in zip(without, once, strict=True)]
+    return [
+        Played.of(kind.name, kind.device, plan, timeline, software)
+        for kind, timeline in zip(kinds, tensors, strict=True)
+    ]
+
+
+def _fewer(cost: RankCost, *between: float) -> RankCost:
+    """The cost of the first and the last micro-batch, with what is between them."""
+    return whole_rank(cost.profile, (cost.samples[0], *between, cost.samples[-1]))
 
 
 def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
@@ -131,7 +143,13 @@ def _repeated(without: Timeline, once: Timeline, times: int) -> Timeline:
 
 
 def rank_kinds(
-    plan: Plan, cluster: Cluster, *, batch: int, rates: Rates | None, software: Software = PACELINE
+    profile: Profile,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    batch: int,
+    rates: Rates | None,
+    software: Software = PACELINE,
 ) -> list[RankKind]:
     """The kinds of ranks of a plan that does not cut the model into stages. rates: see `measured_rates`; None for
     devices that are described.
@@ -141,28 +159,56 @@ def rank_kinds(
     """
     if rates is None:
         sizes = (samples_of(plan, cluster, batch),) * plan.num_microbatches
-        span = cluster.span(0, plan.num_workers)
-        network = software.on(slowest(span))
         return [
-            RankKind(device.name, device, stated_rates(device, software), network, sizes)
-            for device in dict.fromkeys(device for device, _ in span)
+            RankKind(
+                device.name, device, stated_rates(device, software), whole_rank(profile, sizes)
+            )
+            for device in dict.fromkeys(device for device, _ in cluster.span(0, plan.num_workers))
         ]
     parts = split(batch, split_shares(plan, cluster))  # replicas are numbered as ranks are
     kinds = {
         (device if device.taken else replace(device, index=0), len(part))
         for device, part in zip(devices_of(plan, cluster)[-plan.replicas :], parts, strict=True)
     }
-    network = PACELINE.on(Network(cluster.link_of_all))
+    counts = (1,) * plan.num_microbatches
     # A rank without samples of its own runs one that doesn't count.
     return [
         RankKind(
             f"{samples} samples" if len(kinds) > 1 else "each rank",
             device,
             rates_of(device, rates),
-            network,
-            tuple(max(1.0, len(part)) for part in split(samples, (1,) * plan.num_microbatches)),
+            whole_rank(profile, tuple(max(1.0, len(part)) for part in split(samples, counts))),
         )
         for device, samples in sorted(kinds, key=lambda kind: (-kind[1], kind[0].memory_bytes))
+    ]
+
+
+def stage_kinds(
+    pieces: LazyPieces | None, plan: Plan, cluster: Cluster, *, batch: int, rates: Rates
+) -> list[RankKind]:
+    """The ranks of one replica of a split model on devices that are here; replicas are alike.
+
+    Raises:
+        PlanError: the plan's ranks don't fit the devices, or what the model's pieces cost is not known.
+    """
+    if pieces is None:
+        raise PlanError(f"plan '{plan}' splits the model, and what its pieces cost is not known")
+    devices = devices_of(plan, cluster)
+    samples = max(1, -(-batch // (plan.replicas * plan.num_microbatches)))
+    try:
+        costs = pieces.ranks(plan, devices, microbatch_samples=samples)
+    except PlanError:  # no cut fits: the best one without limits says by how much
+        costs = pieces.ranks(plan, (), microbatch_samples=samples)
+    word = Mesh.of(plan, 0).stage_word
+    return [
+        RankKind(
+            f"{word} {place}" if len(costs) > 1 else "each rank",
+            device,
+            rates_of(device, rates),
+            cost,
+        )
+        for place, (device, cost) in enumerate(zip(weakest(plan, devices), costs, strict=True))
+        if device is not None
     ]
 
 

@@ -105,7 +105,6 @@ def resolve(
                 unsettled,
                 cluster,
                 batch=job.batch,
-                precision=job.precision,
             )
         )
         settled = settled.with_(accumulate=accumulate)

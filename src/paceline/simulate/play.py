@@ -61,13 +61,6 @@ class Timeline:
     highest: dict[str, int]
 
 
-def play(
-    program: Program, rates: Rates, network: Network | Link, *, precision: Precision = "float32"
-) -> Timeline:
-    """One rank's step. The streams run at the same time, the events of one stream one after the other."""
-    return play_together([program], [rates], network, precision=precision)[0]
-
-
 def play_together(
     programs: Sequence[Program],
     rates: Sequence[Rates],
@@ -76,7 +69,8 @@ def play_together(
     precision: Precision = "float32",
     rank_stride: int = 1,
 ) -> list[Timeline]:
-    """The step of ranks that wait for each other's messages, in rank order.
+    """The step of ranks that wait for each other's messages, in rank order. A rank's streams run at the same time, the
+    events of one stream one after the other.
 
     rank_stride: how far apart neighbours among them are numbered on the network.
 

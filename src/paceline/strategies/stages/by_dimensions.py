@@ -90,10 +90,10 @@ def ranks(
                 for stage, span in zip(stages, spans, strict=True)
             },
             orders[place],
+            (samples,) * plan.num_microbatches,
             batch_bytes=batch_bytes,
             tied_bytes=sum(p.gradient_bytes for p in tied) / plan.axes.tensor,
             tied_stride=tied_stride,
-            samples=samples,
         )
 
 

@@ -1,7 +1,7 @@
-"""The step of a rank of a split model: its own pieces in its schedule's order, and messages to
-other ranks.
+"""The step of a rank: its part of the model in its schedule's order, and messages to other ranks.
 
-The engine runs the same order of actions. The simulator plays all ranks together.
+A rank with the whole model has one stage and no messages. The engine runs the same order of
+actions. The simulator plays all ranks together.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from paceline.strategies.costs import (
 from paceline.strategies.stages.schedule import Action
 
 ENDING: tuple[MomentName, ...] = ("finish", "meet", "update", "save")
+Item = Event | tuple[MomentName, HookPoint]
 POSTED_AHEAD = 2  # actions for whose messages a rank has buffers: the current one and the next
 
 
@@ -56,56 +57,66 @@ class StageCost:
 
 @dataclass(frozen=True)
 class RankCost:
-    """The cost of the rank at one place along the axis of stages."""
+    """The cost of a rank, such as that at one place along the axis of stages."""
 
-    # The profile of the rank's own part. Its figures are for micro-batches of their actual size.
-    profile: Profile
+    profile: Profile  # of the rank's own part
     stages: dict[int, StageCost]  # by number
     order: Sequence[Action]
+    samples: Sequence[float]  # of each micro-batch, in the profile's unit
     batch_bytes: float = 0.0  # inputs and targets of all micro-batches
     tied_bytes: float = 0.0  # gradients of parameters that other ranks also use
     tied_stride: int = 1  # difference between the numbers of these ranks
-    samples: float = 1.0  # of a micro-batch, in the profile's unit
     action_s: float = 0.0  # host time of an action besides its operators
+    is_whole: bool = False  # whether the model is not cut, so that no messages are waited for
 
 
-def tie(rank: RankCost) -> Event:
-    """Return the all-reduce of gradients of parameters that two ranks use."""
-    return Collective(
-        "all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE, stride=rank.tied_stride
-    )
+def whole_rank(profile: Profile, samples: Sequence[float]) -> RankCost:
+    """Return the cost of a rank with the whole model, for micro-batches of its own."""
+    stage = StageCost(range(len(profile.segments)))
+    order = [Action(kind, 0, number) for number in range(len(samples)) for kind in ("F", "B")]
+    return RankCost(profile, {0: stage}, order, samples, is_whole=True)
 
 
-def course(rank: RankCost) -> Iterator[Event | tuple[MomentName, HookPoint]]:
+def course(rank: RankCost) -> Iterator[Item]:
     """Yield the rank's step as messages, and as moments to which the plan's strategies add
     events."""
     yield "start", HookPoint()
-    yield Allocate("activations", rank.batch_bytes)
+    if not rank.is_whole:
+        yield Allocate("activations", rank.batch_bytes)
     posted: set[Action] = set()
     for position, action in enumerate(rank.order):
         stage, microbatch = rank.stages[action.stage], action.microbatch
-        for coming in rank.order[position : position + POSTED_AHEAD]:
+        for coming in () if rank.is_whole else rank.order[position : position + POSTED_AHEAD]:
             if coming not in posted:
                 posted.add(coming)
                 yield Allocate("communication", _room_bytes(rank.stages[coming.stage], coming))
         arriving = {"F": stage.takes, "B": stage.regains, "I": stage.regains}.get(action.kind, ())
         leaving = {"F": stage.gives, "B": stage.returns, "I": stage.returns}.get(action.kind, ())
         yield from (Receive(message.peer, f"{message.name}.{microbatch}") for message in arriving)
-        yield Compute(fixed_s=rank.action_s)
+        if rank.action_s:
+            yield Compute(fixed_s=rank.action_s)
         if action.kind == "F":
             yield from forward_course(rank, stage, microbatch)
         elif action.kind == "I":
-            yield from input_gradients(rank.profile, stage, rank.samples)
+            yield from input_gradients(rank.profile, stage, rank.samples[microbatch])
         else:
             yield from backward_course(rank, stage, microbatch)
         yield from (
             Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes)
             for message in leaving
         )
-        if action.kind in ("B", "W"):
+        if action.kind in ("B", "W") and not rank.is_whole:
             yield free("communication", sum(m.num_bytes for m in (*stage.takes, *stage.regains)))
+    yield from ending_course(rank)
+
+
+def ending_course(rank: RankCost) -> Iterator[Item]:
+    """Yield what follows a rank's last action: the all-reduce of gradients of parameters that two
+    ranks use, then the last moments of a step."""
     if rank.tied_bytes:
-        yield tie(rank)
+        yield Collective(
+            "all_reduce", rank.tied_bytes, 2, name="ties", stream=COMPUTE, stride=rank.tied_stride
+        )
     for name in ENDING:
         yield name, HookPoint()
 

@@ -208,6 +208,7 @@ class SplitJob:
             self._profile(parameters, _once(segments, halves), _unit_of(pieces)),
             stages,
             assignment.orders[place],
+            (1.0,) * plan.num_microbatches,
             batch_bytes=self.whole.batch_bytes.at(samples * plan.num_microbatches),
             action_s=ACTION_S,
             tied_bytes=sum(
