@@ -148,7 +148,7 @@ def convnet_profile(
         ),
         gathered_part=formats.gathered / formats.weight,
         reduced_part=formats.reduced / formats.gradient,
-        by_dimensions=True,
+        is_layered=True,
     )
 
 

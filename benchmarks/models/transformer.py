@@ -71,7 +71,7 @@ def decoder_profile(
         ),
         gathered_part=formats.gathered / formats.weight,
         reduced_part=formats.reduced / formats.gradient,
-        by_dimensions=True,
+        is_layered=True,
     )
     return with_adapters(profile, size, formats, kernels) if size.lora_rank else profile
 

@@ -61,7 +61,7 @@ def profile() -> Profile:
     weight = Parameter("weight", "layers", round(MEGABYTES * 1e6 / LAYERS), rows=1000, count=LAYERS)
     return Profile(
         parameters=(weight,),
-        by_dimensions=True,
+        is_layered=True,
         segments=(
             Segment(
                 "layers",

@@ -27,7 +27,7 @@ VALUES_TESTED = {
 }
 # Imports from a strategy's folder that are left. None may be added.
 FOLDERS_IMPORTED = {
-    "planner/pipelines.py: from paceline.strategies.stages.by_dimensions",
+    "planner/pipelines.py: from paceline.strategies.stages.layer_cut",
     "planner/pipelines.py: from paceline.strategies.stages.schedule",
     "planner/pipelines.py: from paceline.strategies.stages.timing",
     "training/clipping.py: from paceline.strategies.data.sparse",

@@ -56,7 +56,7 @@ PROFILE = Profile(
             ),
         ),
     ),
-    by_dimensions=True,
+    is_layered=True,
 )
 
 

@@ -18,7 +18,7 @@ from paceline.planner.program import rank_program
 from paceline.planner.rank_kinds import accelerator_rates
 from paceline.simulate.play import play_together
 from paceline.strategies.plan import Plan
-from paceline.strategies.stages.by_dimensions import deal, ranks
+from paceline.strategies.stages.layer_cut import deal, ranks
 from paceline.strategies.stages.timing import (
     ActionSeconds,
     _course,

@@ -106,7 +106,7 @@ def estimate(
     profiles = [profile]
     if cluster.nodes:
         spread, rates = software.spread, None
-        if plan.splits_model and not profile.by_dimensions:
+        if plan.splits_model and not profile.is_layered:
             raise PlanError(
                 f"plan '{plan}' splits the model, and what its pieces cost is not known"
             )

@@ -33,7 +33,7 @@ from paceline.strategies.stages.cost import (
     forward_course,
     input_gradients,
 )
-from paceline.strategies.stages.by_dimensions import ranks
+from paceline.strategies.stages.layer_cut import ranks
 from paceline.strategies.stages.schedule import ActionKind, kinds_of
 from paceline.strategies.stages.timing import (
     FIRST,

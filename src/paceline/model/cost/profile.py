@@ -381,7 +381,7 @@ class Profile:
     notes: which figures are rough, and why. Empty if all come from the job's own program.
     gathered_part: bytes that sharding gathers a byte of parameters; below 1 where it gathers a lower precision.
     reduced_part: bytes that replicas send each other a byte of gradients.
-    by_dimensions: whether the model can be cut anywhere between its segments and repetitions.
+    is_layered: whether the model can be cut anywhere between its segments and repetitions.
     recurrent: units that hold an nn.RNN, nn.GRU or nn.LSTM; "" is a model without units.
     """
 
@@ -395,7 +395,7 @@ class Profile:
     notes: tuple[str, ...] = ()
     gathered_part: float = 1.0
     reduced_part: float = 1.0
-    by_dimensions: bool = False
+    is_layered: bool = False
     recurrent: tuple[str, ...] = ()
     _by_unit: dict[str, tuple[Parameter, ...]] = field(init=False, repr=False, compare=False)
 
@@ -418,6 +418,23 @@ class Profile:
     def owned_by(self, unit: str) -> tuple[Parameter, ...]:
         """A unit's parameters; of the root for ""."""
         return self._by_unit.get(unit, ())
+
+    def part(self, parameters: tuple[Parameter, ...], segments: tuple[Segment, ...]) -> Profile:
+        """What a rank with these parameters and segments computes. Its update is in proportion to its gradients. What
+        it holds of the batch is counted apart."""
+        own_bytes, all_bytes = (
+            sum(p.gradient_bytes * p.count for p in listed)
+            for listed in (parameters, self.parameters)
+        )
+        part = own_bytes / all_bytes if all_bytes else 0.0
+        return replace(
+            self,
+            parameters=parameters,
+            segments=segments,
+            batch_bytes=Affine(),
+            update=self.update.times(part),
+            update_peak_bytes=round(part * self.update_peak_bytes),
+        )
 
     @property
     def parameter_bytes(self) -> int:

@@ -174,11 +174,11 @@ def item_bytes(parameter: Parameter) -> int:
 def departures(step: Step) -> dict[int, list[Bucket]]:
     """Return the buckets that are sent after each segment's backward.
 
-    Buckets are sent in a fixed order: a complete bucket waits for those before it. In a profile by
-    dimensions, each repetition of a segment sends its part of a bucket.
+    Buckets are sent in a fixed order: a complete bucket waits for those before it. In a profile
+    of repeated layers, each repetition of a segment sends its part of a bucket.
     """
-    if step.profile.by_dimensions:
-        return _by_dimensions(step)
+    if step.profile.is_layered:
+        return _of_layers(step)
     trainable = [p for p in step.profile.parameters if p.trainable]
     sizes_bytes = [step.footprint.gradients[p.name] for p in trainable]
     ready = _ready_after(step)
@@ -196,7 +196,7 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
     return buckets
 
 
-def _by_dimensions(step: Step) -> dict[int, list[Bucket]]:
+def _of_layers(step: Step) -> dict[int, list[Bucket]]:
     part = step.profile.reduced_part
     trainable = {p.name: p for p in step.profile.parameters if p.trainable}
     all_bytes = sum(step.footprint.gradients[p.name] * p.count for p in trainable.values())

@@ -76,7 +76,7 @@ def layered(split: SplitJob) -> Profile:
             split.whole,
             parameters=tuple(parameters),
             segments=tuple(s for s in segments if s != Segment()),
-            by_dimensions=True,
+            is_layered=True,
             notes=(*split.whole.notes, TENSOR_NOTE),
         )
     )

@@ -225,9 +225,6 @@ class SplitJob:
         """Return the whole model's profile with only this rank's parameters and segments."""
         whole = self.whole
         parameters = tuple(replace(p, unit=unit_of.get(name, "")) for name, p in sizes.items())
-        trained_bytes, all_bytes = (
-            sum(p.gradient_bytes for p in listed) for listed in (parameters, whole.parameters)
-        )
         largest_bytes, most_bytes = (
             max((p.gradient_bytes for p in listed), default=0)
             for listed in (parameters, whole.parameters)
@@ -235,15 +232,7 @@ class SplitJob:
         peak_bytes = (
             round(whole.update_peak_bytes * largest_bytes / most_bytes) if most_bytes else 0
         )
-        part = trained_bytes / all_bytes if all_bytes else 0.0
-        return replace(
-            whole,
-            parameters=parameters,
-            segments=segments,
-            batch_bytes=Affine(),
-            update=whole.update.times(part),
-            update_peak_bytes=peak_bytes,
-        )
+        return replace(whole.part(parameters, segments), update_peak_bytes=peak_bytes)
 
     def _homes(self, assignment: Assignment) -> dict[str, set[int]]:
         """Return the places that use each parameter, by name."""

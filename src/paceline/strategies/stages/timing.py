@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paceline.strategies.stages.by_dimensions import orders_of
 from paceline.strategies.stages.keys import ScheduleName
+from paceline.strategies.stages.layer_cut import orders_of
 from paceline.strategies.stages.schedule import ActionKind
 
 ROUNDS = 2  # simulated rounds before further rounds are assumed to take equally long

@@ -1,7 +1,7 @@
-"""Cuts a profile by dimensions into stages, and assigns these to ranks as a run would.
+"""Cuts a profile of repeated layers into stages, and assigns these to ranks as a run would.
 
-`stages/price.py` cuts captured models. Here the model consists only of repeated segments, so that
-the cut takes no time, and equal stages share one profile.
+`stages/price.py` cuts captured models. Here the cut takes no time, and equal stages share one
+profile.
 """
 
 from __future__ import annotations
@@ -205,17 +205,7 @@ def _part(profile: Profile, key: tuple[Run, ...], *, halves: int) -> tuple[Profi
                 )
             )
         spans.append(range(begin, len(segments)))
-    trained_bytes = sum(p.gradient_bytes * p.count for p in parameters.values())
-    all_bytes = sum(p.gradient_bytes * p.count for p in profile.parameters)
-    part = trained_bytes / all_bytes if all_bytes else 0.0
-    return replace(
-        profile,
-        parameters=tuple(parameters.values()),
-        segments=tuple(segments),
-        batch_bytes=Affine(),
-        update=profile.update.times(part),
-        update_peak_bytes=round(part * profile.update_peak_bytes),
-    ), spans
+    return profile.part(tuple(parameters.values()), tuple(segments)), spans
 
 
 def _boundary_bytes(profile: Profile) -> Affine:
