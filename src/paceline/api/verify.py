@@ -12,7 +12,14 @@ from typing import Any, Literal, get_args
 from torch.utils.data import Subset
 
 from paceline.api import checks
-from paceline.base.errors import NotDeterministic, PlanError, PlanRefused, UsageError, nearest
+from paceline.base.errors import (
+    NotDeterministic,
+    PlanError,
+    PlanRefused,
+    UsageError,
+    nearest,
+    with_hint,
+)
 from paceline.base.temporary import temporary_folder
 from paceline.cluster.accelerators import gpus, unused
 from paceline.cluster.cluster import Cluster
@@ -439,7 +446,8 @@ def _certify(
         if error.failure.is_stop:
             raise
         if error.failure.kind in _REFUSALS:
-            return Certificate(str(plan), (), refused=error.failure.message, asked_for=asked_for)
+            refused = with_hint(error.failure.message, error.hint)
+            return Certificate(str(plan), (), refused=refused, asked_for=asked_for)
         why = "\n".join(
             str(cause)
             for cause in (problem if not trial.cut.is_whole else None, error)

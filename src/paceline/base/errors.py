@@ -60,6 +60,11 @@ def without_secrets(command: str) -> str:
     return _NAMED_SECRET.sub(r"\1***", printable(command))
 
 
+def with_hint(message: str, hint: str | None) -> str:
+    """Return a message, and what to do."""
+    return f"{message}\n\nhint: {hint}" if hint else message
+
+
 class PacelineError(Exception):
     """The work failed.
 
@@ -77,8 +82,7 @@ class PacelineError(Exception):
             self.heard = heard
 
     def __str__(self) -> str:
-        message = super().__str__()
-        return printable(f"{message}\n\nhint: {self.hint}" if self.hint else message)
+        return printable(with_hint(super().__str__(), self.hint))
 
 
 class UsageError(PacelineError, ValueError):

@@ -261,7 +261,7 @@ class Controller:
             plan = self.request.plan_of(params)
             return (None if plan == AUTO else str(Plan.read(plan))), None
         except PlanError as error:
-            return None, str(error)
+            return None, error.args[0]
         except Exception as error:  # the user's code may raise anything
             return None, f"plan= raised {type(error).__name__} at {user_frames(error)[0]}: {error}"
 
@@ -467,7 +467,7 @@ class Controller:
                 shutil.rmtree(trial_dir / folder.CHECKPOINTS, ignore_errors=True)
 
     def _fail(self, running: Running, reason: str, kind: str) -> None:
-        self._tell(running, "FAIL", {"reason": reason.partition("\n\nhint:")[0], "kind": kind})
+        self._tell(running, "FAIL", {"reason": reason, "kind": kind})
         if not self.has_success:
             self._give_up_if_hopeless()
 

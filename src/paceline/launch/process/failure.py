@@ -23,6 +23,7 @@ from paceline.base.errors import (
     in_words,
     on_full_disk,
     printable,
+    with_hint,
 )
 from paceline.base.user_code import is_users, user_frames
 from paceline.launch.process.heartbeats import Heartbeat
@@ -101,6 +102,7 @@ class Failure:
     heard: The rank only learned of what happened elsewhere; another rank's report is the cause.
     where: file:line, in the user's code if any frame is there.
     lost_device: Whether the rank's GPU is at fault, and another one would do.
+    hint: What to do about it.
     """
 
     rank: int
@@ -115,6 +117,7 @@ class Failure:
     trace: str
     time_s: float
     lost_device: bool = False
+    hint: str | None = None
 
     @property
     def is_stop(self) -> bool:
@@ -132,7 +135,6 @@ class Failure:
 
     def to_dict(self) -> dict[str, Any]:
         """For programs; see docs/errors.md."""
-        message, _, hint = self.message.partition("\n\nhint: ")
         return {
             "reason": self.reason,
             "exit_code": self.exit_code,
@@ -142,8 +144,8 @@ class Failure:
             "phase": self.phase,
             "where": self.where or None,
             "error": self.kind,
-            "message": message,
-            "hint": hint or None,
+            "message": self.message,
+            "hint": self.hint,
             "time": self.time_s,
         }
 
@@ -161,16 +163,19 @@ class Failure:
             self, message=self.message.replace(name, f"stopped by {signal.Signals(number).name}", 1)
         )
 
-    def describe(self, log: Path | None = None) -> str:
-        """The message a user reads: where, what, what next."""
+    @property
+    def report(self) -> str:
+        """Where it happened, and what."""
         if self.is_stop:
             return self.message
         place = f"rank {self.rank} on {self.host} failed in {Heartbeat(self.step, self.phase, 0.0)}"
-        message, hint, way_out = self.message.partition("\n\nhint: ")
-        shown = f"{place}, at {self.where}:\n{message}" if self.where else f"{place}:\n{message}"
-        if self.trace:
-            shown += f"\n\n{self.trace}"
-        return with_log(f"{shown}{hint}{way_out}", log)
+        at = f", at {self.where}" if self.where else ""
+        return f"{place}{at}:\n{self.message}" + (f"\n\n{self.trace}" if self.trace else "")
+
+    def describe(self, log: Path | None = None) -> str:
+        """The message a user reads: where, what, what next."""
+        shown = with_hint(self.report, self.hint)
+        return shown if self.is_stop else with_log(shown, log)
 
 
 def _snake(name: str) -> str:
@@ -193,20 +198,16 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     text = "\n".join([in_words(error), *notes])
     lowered = text.lower()
     exit_code, heard, message, trace = 1, bool(getattr(error, "heard", False)), text, ""
+    hint: str | None = None
     where, frames = user_frames(error)
     if isinstance(error, PacelineError):
-        exit_code, message, where = (
-            error.exit_code,
-            str(error),
-            where or getattr(error, "where", ""),
-        )
+        exit_code, message, hint = error.exit_code, Exception.__str__(error), error.hint
+        where = where or getattr(error, "where", "")
         trace = traced_cause(error) or getattr(error, "trace", "")
     elif is_about_memory(error):
         exit_code = OutOfMemory.exit_code
-        message = (
-            f"out of memory: {text.partition(': ')[2]}\n\n"
-            "hint: accumulate=K or recompute=full need less memory, and shard=N splits the state"
-        )
+        message = f"out of memory: {text.partition(': ')[2]}"
+        hint = "accumulate=K or recompute=full need less memory, and shard=N splits the state"
     elif isinstance(error, RuntimeError) and any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
     elif frames and (
@@ -218,25 +219,23 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
         and isinstance(error, RuntimeError)
         and any(words in lowered for words in _LATE_WORDS)
     ):
-        message = f"{text}\n\nhint: {_LATE_HINT}"
+        hint = _LATE_HINT
     if isinstance(error, ValueError) and _GROUP_WORDS in text:
-        message = f"{text}\n\nhint: {_GROUP_HINT}"
+        hint = _GROUP_HINT
     lost_device = isinstance(error, RuntimeError) and any(
         words in lowered for words in _DEVICE_WORDS
     )
     if lost_device:
-        heard, message, trace = (
-            False,
-            f"its GPU failed: {text.partition(chr(10))[0]}\n\nhint: {_DEVICE_HINT}",
-            "",
-        )
+        heard, trace, hint = False, "", _DEVICE_HINT
+        message = f"its GPU failed: {text.partition(chr(10))[0]}"
     kind = next(
         (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__),
         type(error).__name__,
     )
     if isinstance(error, RuntimeError) and _LOADER_WORDS.match(text.partition(": ")[2]):
         kind, exit_code, heard, where, trace = PeerLost.__name__, PeerLost.exit_code, False, "", ""
-        message = f"a process that reads its data was killed: {text.partition(': ')[2].strip()}\n\nhint: {_LOADER_HINT}"
+        message = f"a process that reads its data was killed: {text.partition(': ')[2].strip()}"
+        hint = _LOADER_HINT
     culprit = getattr(error, "rank", None) if isinstance(error, PeerLost) else None
     return Failure(
         rank if culprit is None else culprit,
@@ -251,6 +250,7 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
         printable(trace),
         time.time(),
         lost_device,
+        hint and printable(hint),
     )
 
 
@@ -296,8 +296,7 @@ class RankFailed(PacelineError):
     run_dir: Path | None = None
 
     def __init__(self, failure: Failure, log: Path | None = None) -> None:
-        message, _, hint = failure.describe().partition("\n\nhint: ")
-        super().__init__(message, hint=hint or None)
+        super().__init__(failure.report, hint=failure.hint)
         self.failure, self.log = failure, None if failure.is_stop else log
         self.exit_code = failure.exit_code
 
@@ -322,6 +321,7 @@ def killed(
 ) -> Failure:
     """The report of a rank that ended without one: a signal, or an exit nobody expected. with_server: whether it ended
     because the fork server did."""
+    hint = None
     if exit_code is not None and exit_code < 0:
         name = signal.Signals(-exit_code).name
         how = (
@@ -330,16 +330,18 @@ def killed(
             else (f"it was killed by {name}")
         )
         if name == "SIGKILL":
-            how += (
-                "\n\nhint: if nobody sent it, the kernel may have run out of memory (see dmesg); "
+            hint = (
+                "if nobody sent it, the kernel may have run out of memory (see dmesg); "
                 "--resume goes on from the last checkpoint"
             )
     else:
         how = f"it ended with exit code {exit_code} and no exception"
-    return _ended(PeerLost, rank, how, sign)
+    return _ended(PeerLost, rank, how, sign, hint)
 
 
-def _ended(kind: type[PacelineError], rank: int, how: str, sign: Heartbeat) -> Failure:
+def _ended(
+    kind: type[PacelineError], rank: int, how: str, sign: Heartbeat, hint: str | None
+) -> Failure:
     """The report of a rank that could not make one."""
     return Failure(
         rank,
@@ -353,25 +355,24 @@ def _ended(kind: type[PacelineError], rank: int, how: str, sign: Heartbeat) -> F
         where="",
         trace="",
         time_s=time.time(),
+        hint=hint,
     )
 
 
 def different_verbs(rank: int, mismatch: str, sign: Heartbeat) -> Failure:
     """The report of a rank that ended because ranks were in different collectives. mismatch: in words."""
-    how = (
-        f"{mismatch}\n\nhint: a condition on a rank's own samples holds on some ranks alone; give each sample a "
+    hint = (
+        "a condition on a rank's own samples holds on some ranks alone; give each sample a "
         "weight in the loss, as `more`, in its place"
     )
-    return _ended(TrainingError, rank, how, sign)
+    return _ended(TrainingError, rank, mismatch, sign, hint)
 
 
 def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:
     """The report of a rank that our own signal ended where it could not stop by itself."""
-    how = (
-        f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved\n\n"
-        "hint: --resume goes on from the last checkpoint, if there is one"
-    )
-    return _ended(Preempted, rank, how, sign)
+    how = f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved"
+    hint = "--resume goes on from the last checkpoint, if there is one"
+    return _ended(Preempted, rank, how, sign, hint)
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:

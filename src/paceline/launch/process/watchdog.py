@@ -293,7 +293,6 @@ def hang_failure(
     if waiting and (silent or stuck):
         message += f"; rank {_listed(waiting)} waited for it"
     position = positions.get(culprit, {"step": 0, "phase": "start", "where": "", "host": ""})
-    message = f"{message}\n\nhint: --patience SECONDS allows longer pauses"
     return Failure(
         culprit,
         position["host"],
@@ -306,6 +305,7 @@ def hang_failure(
         where=position["where"],
         trace=trace,
         time_s=time.time(),
+        hint="--patience SECONDS allows longer pauses",
     )
 
 
@@ -350,8 +350,12 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
         return failure
     # A torn connection says no more than that. What a peer sent wrongly says more.
     why = f" ({error.args[0]})" if isinstance(error, PacelineError) and error.args else ""
-    message = (
-        f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}{why}\n\n"
-        f"hint: {_AFTER_LOSS}"
+    message = f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}{why}"
+    return replace(
+        failure,
+        kind=PeerLost.__name__,
+        message=message,
+        hint=_AFTER_LOSS,
+        where="",
+        trace="",
     )
-    return replace(failure, kind=PeerLost.__name__, message=message, where="", trace="")

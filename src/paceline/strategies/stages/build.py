@@ -197,15 +197,10 @@ def _captured_on(
             )
             return renamed(example, first_names(model))
     except CaptureFailed as failed:
-        raise _refused(failed) from failed
+        raise PlanRefused(failed.args[0], hint=failed.hint) from failed
     finally:
         for module, parameters in originals:
             own_parameters(module).update(parameters)
-
-
-def _refused(failed: CaptureFailed) -> PlanRefused:
-    message, _, hint = str(failed).partition("\n\nhint: ")
-    return PlanRefused(message, hint=hint)
 
 
 def _nearby(example: Callable[[int], Batch], device: torch.device) -> Callable[[int], Batch]:
@@ -262,7 +257,7 @@ def faithful_capture(
                 model, {difference.path: difference.description}, arguments, opaque, running
             )
     except CaptureFailed as failed:
-        raise _refused(failed) from failed
+        raise PlanRefused(failed.args[0], hint=failed.hint) from failed
     for path, why in reasons.items():
         logger.info("'%s' is not looked into and runs whole: it %s", path, why)
     return captured, findings
