@@ -44,9 +44,9 @@ def show(made: Sequence[Host], folder: Path) -> None:
     """The demonstration, its runs in a folder."""
     run, began_s = folder / "run", time.monotonic()
     tell(
-        f"{NUM_HOSTS} hosts, {MBIT_S} Mbit/s each way; what is between them (paceline doctor --hosts):"
+        f"{NUM_HOSTS} hosts, {MBIT_S} Mbit/s each way; what is between them (paceline doctor --between-hosts):"
     )
-    ended(start(made, "doctor", "--hosts"))
+    ended(start(made, "doctor", "--between-hosts"))
     train = [
         "train",
         str(DIGITS),
@@ -62,7 +62,7 @@ def show(made: Sequence[Host], folder: Path) -> None:
         f"the same command on each host: paceline train 01_digits.py --plan {plan} --hosts {may_be} --run DIR"
     )
     started = start(
-        made, *train, "--plan", plan, "--hosts", may_be, "--patience", "10", "--run", str(run)
+        made, *train, "--plan", plan, "--hosts", may_be, "--timeout", "10", "--run", str(run)
     )
     wait_for(run / "checkpoints" / f"step-{KILLED_AFTER}" / "COMMIT", started)
     os.killpg(started[-1].pid, signal.SIGKILL)

@@ -104,7 +104,7 @@ def run(
             f"{folder}/run",
             "--devices",
             f"cpu:0-{workers - 1}",
-            "--patience",
+            "--timeout",
             f"{TIMEOUT_S:g}",
             *(word for name, value in given.items() for word in ("--set", f"{name}={value}")),
         )

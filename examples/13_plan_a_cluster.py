@@ -1,7 +1,7 @@
 """Plan for a cluster that you don't own: a GPT of 1.4 billion weights on nodes of H100, without making a weight.
 
 paceline plan examples/13_plan_a_cluster.py --cluster 2x8xH100
-paceline plan examples/13_plan_a_cluster.py --cluster 8x8xH100 --scale 8..64 --price 2.5
+paceline plan examples/13_plan_a_cluster.py --cluster 8x8xH100 --scale 8..64 --price-per-hour 2.5
 python examples/13_plan_a_cluster.py
 """
 

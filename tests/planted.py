@@ -31,5 +31,5 @@ def verified(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.api.verify._certify", certified)
         return paceline.verify(
-            job, [plan for plan, _ in planted], **{"steps": 2, "resume": "no", **options}
+            job, [plan for plan, _ in planted], **{"steps": 2, "restore": "no", **options}
         )

@@ -143,7 +143,7 @@ class OnHosts:
                 lambda plan: self.ask(plan).train(run_dir, **options),
                 run=run_dir,
                 procs=None,
-                patience_s=self.patience_s,
+                timeout_s=self.patience_s,
                 restarts=restarts,
             )
         except PacelineError as error:

@@ -132,7 +132,7 @@ def train(
         "--run",
         str(run_dir),
         "--json",
-        "--patience",
+        "--timeout",
         f"{PATIENCE_S:g}",
         *options,
     ]

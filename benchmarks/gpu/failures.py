@@ -59,7 +59,7 @@ def _tried(
             "no",
             "--restarts",
             "0",
-            "--patience",
+            "--timeout",
             str(PATIENCE_S),
             *settings,
         )

@@ -1,14 +1,15 @@
-"""The command line: each command calls the function of the same name and prints what it returns.
+"""The command line: each command calls a function of Paceline and prints what it returns.
 
-stdout is the result alone; progress, logs, errors and whatever a job prints go to stderr. The functions load torch
-when they are first named, so that `paceline --help` and a mistyped option answer at once.
+The parameters of the function are the options of the command, with their names, types, defaults
+and meanings; some commands add their own. stdout is the result alone; progress, logs, errors and
+whatever a job prints go to stderr. The functions load torch when they are called, so that
+`paceline --help` and a mistyped option answer at once.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import errno
 import io
 import json
@@ -17,178 +18,171 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
-
-import typer
-from typer.core import TyperCommand
+from typing import Any, Literal
 
 import paceline
 from paceline.api.summary_table import card, summary_table, table
+from paceline.base import command_line
+from paceline.base.command_line import CommandLine
 from paceline.base.document import strict
 from paceline.base.errors import (
     HostError,
     PacelineError,
     UsageError,
+    nearest,
     on_full_disk,
     on_windows,
     printable,
 )
 from paceline.base.imports import OF_RUNS, load_modules
 from paceline.base.logs import unbroken
+from paceline.base.signatures import Declaration, parameters
 from paceline.job.file import JobFile
 from paceline.launch.hosts import environment, host_process
+from paceline.launch.process.faults import KINDS, Fault
 from paceline.runs.folder import fresh_name
 
+Given = dict[str, Any]  # what the command line gives to a function, by parameter
 
-class _Command(TyperCommand):
-    """A command that names the option that a word too many belongs to."""
-
-    allow_extra_args = True  # it refuses them itself
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = super().parse_args(ctx, args)
-        if words:
-            from paceline.strategies.key_registry import key
-
-            meant: dict[str, list[str]] = {}
-            for word in words:
-                name = re.split(r"[\s,=]", word)[0]
-                is_plan = (
-                    name in ("single", "auto") or key(name) is not None or word.endswith(".json")
-                )
-                meant.setdefault(
-                    "--plan" if is_plan else "--set" if "=" in word else "", []
-                ).append(word)
-            repeats = {
-                option: getattr(each, "multiple", False)
-                for each in self.params
-                for option in each.opts
-            }
-            options = [
-                shlex.join([option, value])
-                for option, group in meant.items()
-                if option in repeats
-                for value in (group if repeats[option] else [" ".join(group)])
-            ]
-            ctx.fail(
-                printable(
-                    f"no argument takes {shlex.join(words)}"
-                    + f"; did you mean {' '.join(options)}?" * bool(options)
-                )
-            )
-        return words
-
-
-class _ScriptCommand(_Command):
-    """A command that gives a script the options that are not its own, but no misspelt or foreign ones."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        num_behind = len(args) - args.index("--") - 1 if "--" in args else 0
-        words = super().parse_args(ctx, args)
-        command = ctx.params["command"]
-        train = ctx.parent.command.get_command(ctx, "train")
-        own, of_train = (
-            [
-                option.strip("-")
-                for each in command.params
-                for option in each.opts
-                if option[0] == "-"
-            ]
-            for command in (self, train)
-        )
-        for place, word in enumerate(command[: len(command) - num_behind]):
-            if not word.startswith("-"):
-                continue
-            name = word.split("=")[0]
-            near = difflib.get_close_matches(name.strip("-"), own, 1, _NEAR)
-            foreign = difflib.get_close_matches(name.strip("-"), of_train, 1, _NEAR_OF_TRAIN)
-            if near or foreign or not place:
-                why = (
-                    f"; did you mean --{near[0]}?"
-                    if near
-                    else f": --{foreign[0]} is one of paceline train."
-                    if foreign
-                    else "."
-                )
-                ctx.fail(
-                    printable(
-                        f"paceline run has no option {name}{why} Arguments of the script's own may come after two "
-                        f"dashes: paceline run SCRIPT -- {shlex.quote(word)}"
-                    )
-                )
-        return words
-
-
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-_command = partial(app.command, cls=_Command)
-# How alike (0 to 1) an unknown word and an option are that is taken for it. Scripts have --test and --step.
-_NEAR, _NEAR_OF_TRAIN = 0.75, 0.9
-
-JobSource = Annotated[
-    str, typer.Argument(metavar="FILE[:FUNCTION]", help="The job: a function, `job` by default.")
-]
-RunFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a trained run.")]
-OnePlan = Annotated[
-    str | None,
-    typer.Option("--plan", metavar="PLAN", help="'single', 'data=2', ... or a plan.json."),
-]
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAMES", help="cpu:0,cpu:1 or cuda:0-3, one a rank; 2xcuda:0 is one GPU for two."
-    ),
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A hyperparameter.")
-]
-_EXAMPLES = {
-    "--set": "lr=0.01 sets the parameter lr of the job",
-    "--vary": "lr=1e-5..1e-1:log varies the parameter lr",
-    "--volume": "runs=/runs mounts the volume runs",
+# The headings of the help, each with its parameters of all commands.
+GROUPS = {
+    "Job and plan": "set_ plan plans steps step model hf lora sequence batch dtype",
+    "Devices": "cluster devices on procs memory gpus ray loader_workers hosts time image volumes",
+    "Choice of a plan": "relaxed price_per_hour mtbf_hours scale calibrate_s other_plans",
+    "Search": "trials objective limits vary sampler pruner storage study",
+    "Files": "run resume save_every keep output plot html write",
+    "Checks and failures": "check restore fail_if timeout_s restarts spares on_spike between_hosts",
+    "Faults": " ".join(KINDS),
+    "Random numbers": "random seed",
+    "Output": "log trace json_",
 }
-Patience = Annotated[
-    float,
-    typer.Option(
-        "--patience",
-        "--timeout",
-        metavar="SECONDS",
-        min=1,
-        help="How long a rank may give no sign of life.",
-    ),
-]
-SaveEvery = Annotated[
-    int | None, typer.Option(metavar="STEPS", min=1, help="Steps between checkpoints.")
-]
-ToLoggers = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--log",
-        metavar="KIND[:WHERE]",
-        help="tensorboard[:DIR], mlflow[:URI], wandb[:PROJECT], trackio[:PROJECT].",
-    ),
-]
-ToFolder = Annotated[
-    Path | None, typer.Option("--run", metavar="DIR", help="Where the run is written.")
-]
-GoesOn = Annotated[
-    bool, typer.Option("--resume", help="Go on from the run's newest valid checkpoint.")
-]
-OnSpike = Annotated[
-    Literal["stop", "skip", "rewind"] | None,
-    typer.Option(help="What to do about a step whose loss is far above those before."),
-]
-YesOrNo = Literal["yes", "no"]
-_Texts = list[str] | None
-_AT = "RANK@STEP[:PHASE]"
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+# What stands for values in the help, where the type doesn't say it.
+_VALUES: Mapping[str, str] = {
+    "set_": "NAME=VALUE",
+    "arguments": "[ARGUMENTS]...",
+    "job": "FILE[:FUNCTION]",
+    "run": "DIR",
+    "on": "ray[:HOST:PORT]",
+    "log": "KIND[:WHERE]",
+    "hosts": "[MIN:]MAX",
+    "scale": "FIRST..LAST",
+    "objective": "NAME[:max]",
+    "limits": "NAME<=X",
+    "vary": "NAME=DOMAIN",
+    "fail_if": "FIGURE>X%",
+    "gpus": "[NAME:]N",
+    "time": "HH:MM:SS",
+    "volumes": "NAME=PATH",
+    **dict.fromkeys(("output", "plot", "html", "write"), "FILE"),
+    **dict.fromkeys(KINDS, "RANK@STEP[:PHASE]"),
+    "slow": "RANK:TIMESx",
+}
+# Present options by former names, which work for one more version, as --patience does for --timeout.
+_OLD: Mapping[str, Mapping[str, str]] = {
+    "plan": {
+        "--gpus": "--cluster",
+        "--price": "--price-per-hour",
+        "--weights": "--dtype",
+    },
+    "verify": {"--resume": "--restore"},
+    "report": {"--price": "--other-plans"},
+    "doctor": {"--hosts": "--between-hosts"},
+}
+_TRAIN = "paceline.api.train:train"
+_JSON = "paceline.cli:_shared json_"
+_JOB = "paceline.cli:_shared set_ json_"
+
+
+def _shared(*, set_: Mapping[str, str] = {}, json_: bool = False) -> None:
+    """Options of several commands.
+
+    Args:
+        set_: A parameter of the function that makes the job, such as lr=0.01.
+        json_: Print JSON, and nothing else, on stdout.
+    """
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result of a command."""
+
+    document: Any  # for --json
+    text: Callable[[], str]  # for people
+    passed: bool = True  # else the command exits with 1
+    is_file: bool = False  # whether the text is that of a file, and is printed as it is
+
+
+Run = Callable[..., Output | None]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, and the functions whose parameters are its options."""
+
+    name: str
+    run: Run
+    # each is "MODULE:FUNCTION", with the names of parameters that are taken, or with a dash are not
+    sources: Sequence[str]
+    optional: Sequence[str] = ()  # arguments that can be left out
+
+    @property
+    def summary(self) -> str:
+        """What the command does, in a line."""
+        return (self.run.__doc__ or "").partition("\n")[0]
+
+    @property
+    def own(self) -> list[Declaration]:
+        """The parameters of the command's own function."""
+        return parameters(f"{__name__}:{self.run.__name__}")[1:]
+
+    @property
+    def line(self) -> CommandLine:
+        """The arguments and options. What means the same as for `train` is explained there."""
+        of_train = {each.name: each.text for each in parameters(_TRAIN)}
+        found = [
+            replace(each, text=of_train.get(each.name, each.text))
+            if not each.text or each.text.startswith("As ")
+            else each
+            for source in self.sources
+            for each in _selected(*source.split())
+        ]
+        return CommandLine(
+            f"paceline {self.name}",
+            self.summary,
+            [*found, *self.own],
+            optional=self.optional,
+            groups=GROUPS,
+            values=_VALUES,
+            old={"--patience": "--timeout", **_OLD.get(self.name, {})},
+            others=[*map(command_line.option, parameters(_TRAIN) if self.name == "run" else ())],
+        )
+
+
+def _selected(place: str, *names: str) -> list[Declaration]:
+    left_out = {name[1:] for name in names if name[0] == "-"}
+    return [
+        each
+        for each in parameters(place)
+        if each.name not in left_out and (left_out or not names or each.name in names)
+    ]
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def _command(*sources: str, optional: Sequence[str] = ()) -> Callable[[Run], Run]:
+    """Make a command of a function that takes what is given for the sources, and its own options."""
+
+    def add(run: Run) -> Run:
+        name = run.__name__.strip("_")
+        COMMANDS[name] = Command(name, run, sources, optional)
+        return run
+
+    return add
 
 
 def main() -> None:
@@ -199,7 +193,7 @@ def main() -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be no UTF-8
         try:
-            app(prog_name="paceline")
+            run(sys.argv[1:])
         except SystemExit as end:
             if end.code is None or isinstance(end.code, int):
                 codes.append(end.code or 0)
@@ -229,862 +223,407 @@ def _report_lost_output(error: OSError) -> int:
     return 1
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"paceline {paceline.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", is_eager=True, callback=_print_version, help="Print the version."
-        ),
-    ] = False,
-) -> None:
-    """Plans, proves and runs distributed training of an ordinary PyTorch model."""
-
-
-@_command()
-def train(
-    file: JobSource,
-    plan: OnePlan = None,
-    devices: Devices = None,
-    on: Annotated[
-        str | None, typer.Option(metavar="ray[:HOST:PORT]", help="On the nodes of a Ray cluster.")
-    ] = None,
-    procs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")
-    ] = None,
-    settings: Settings = None,
-    save_every: SaveEvery = None,
-    keep: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Newest checkpoints that stay.")
-    ] = None,
-    trace: Annotated[
-        int, typer.Option(metavar="STEPS", min=0, help="Steps to draw: schedule.svg, trace.json.")
-    ] = 0,
-    run: ToFolder = None,
-    resume: GoesOn = False,
-    loader_workers: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Data loading processes a rank.")
-    ] = None,
-    patience: Patience = 300.0,
-    restarts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=0, help="Restarts of ranks that died or hang; 100 by default."
-        ),
-    ] = None,
-    spares: Annotated[
-        int, typer.Option(metavar="N", min=0, help="GPUs kept for the places of those that fail.")
-    ] = 0,
-    on_spike: OnSpike = None,
-    check: Annotated[
-        YesOrNo, typer.Option(help="Hold the first update against one device before training.")
-    ] = "yes",
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MIN:MAX",
-            help="Go on with MIN of MAX hosts if some are lost, and take them back.",
-        ),
-    ] = None,
-    log: ToLoggers = None,
-    as_json: Json = False,
-) -> None:
-    """Train a job on one device or many."""
+def run(words: Sequence[str]) -> None:
+    """Run a command line, and exit with its code."""
+    if (shown := _asked_for(words)) is not None:
+        _say(shown)
+        raise SystemExit(0 if words else 2)
     with _reported():
-        if on is not None and hosts is not None:
-            raise UsageError(
-                f"--hosts {hosts} is about a command that each host runs; with --on {on} Ray starts ranks",
-                hint="leave --hosts out: ranks of a lost node start again where there is room",
-            )
-        place = host_process.host(hosts=hosts) if on is None else None
-        if place is not None and not place.is_elastic:
-            _on_every_host(plan, procs)
-        job = JobFile.parse(file, _parse_settings(settings))
-        load_modules(OF_RUNS)
-        run_train = partial(
-            paceline.train,
-            job,
-            devices=devices,
-            procs=procs,
-            memory=memory,
-            steps=steps,
-            save_every=save_every,
-            keep=keep,
-            trace=trace,
-            run=run,
-            resume=resume,
-            loader_workers=loader_workers,
-            timeout_s=patience,
-            on_spike=on_spike,
-            spares=spares,
-            check=check == "yes",
-            log=log,
-            table=False,
-        )
-        if place is not None:
-            from paceline.api.hosts import train_on_hosts
-
-            figures = train_on_hosts(
-                place, plan, run_train, run=run, procs=procs, patience_s=patience, restarts=restarts
-            )
-        else:
-            figures = run_train(plan, on=on, restarts=restarts).to_dict()
-        speaks = on is not None or _is_first_rank()
-    if speaks and figures is not None:
-        _say(_json(figures) if as_json else summary_table(figures))
+        command, given = parse(words)
+        as_json = given.pop("json_", False)
+        if isinstance(file := given.get("job"), str):
+            given["job"] = JobFile.parse(file, given.pop("set_", {}))
+        own = {each.name: given.pop(each.name) for each in command.own if each.name in given}
+        with _stdout_to_stderr():
+            output = command.run(given, **own)
+    if output is not None and output.is_file:
+        print(output.text(), end="")
+    elif output is not None:
+        _say(_json(output.document) if as_json else output.text())
+    raise SystemExit(0 if output is None or output.passed else 1)
 
 
-@app.command(name="run", cls=_ScriptCommand, context_settings={"ignore_unknown_options": True})
-def run_(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="A Python file that calls pl.attach."),
-    ],
-    plan: OnePlan = None,
-    devices: Devices = None,
-    save_every: SaveEvery = None,
-    run: ToFolder = None,
-    resume: GoesOn = False,
-    patience: Patience = 300.0,
-    on_spike: OnSpike = None,
-    log: ToLoggers = None,
-    check: Annotated[
-        YesOrNo,
-        typer.Option(help="Hold the first update against one device, if its loss is a function."),
-    ] = "yes",
-    as_json: Json = False,
-) -> None:
-    """Run a script that has its own loop on one device or many."""
-    with _reported():
-        _on_every_host(plan)
-        load_modules(OF_RUNS)
-        from paceline.attached.launch import run as run_ranks
+def parse(words: Sequence[str]) -> tuple[Command, Given]:
+    """Read a command line.
 
-        figures = run_ranks(
-            command[0],
-            plan,
-            arguments=command[1:],
-            devices=devices,
-            save_every=save_every,
-            run=run,
-            resume=resume,
-            timeout_s=patience,
-            on_spike=on_spike,
-            log=log,
-            check=check == "yes",
-        )
-        speaks = _is_first_rank()
-    if speaks:
-        _say(_json(figures) if as_json else summary_table(figures))
+    Raises:
+        UsageError: there is no such command or option, or something is missing.
+    """
+    first = words[0]
+    if first not in COMMANDS:
+        raise UsageError(f"paceline has no command {first}; {nearest(first, COMMANDS)}")
+    command = COMMANDS[first]
+    line = command.line
+    values, rest, notes = line.read(words[1:])
+    if rest:
+        raise UsageError(f"no argument takes {shlex.join(rest)}{_meant(rest, line)}")
+    for note in notes if _is_first_rank() else ():
+        _say(f"note: {note}", err=True)
+    return command, values
 
 
-@_command()
-def evaluate(
-    run: RunFolder, plan: OnePlan = None, devices: Devices = None, as_json: Json = False
-) -> None:
-    """Compute a trained run's loss and metrics on its validation data."""
-    with _reported():
-        _on_every_host(plan)
-        figures = paceline.evaluate(run, plan, devices=devices)
-        speaks = _is_first_rank()
-    if speaks:
-        _say(_json(figures) if as_json else table(figures))
+def _asked_for(words: Sequence[str]) -> str | None:
+    """Return the help or the version, if a command line asks for it."""
+    if words[:1] == ["--version"]:
+        return f"paceline {paceline.__version__}"
+    own = words[: words.index("--")] if "--" in words else words
+    if words and not {"-h", "--help"} & {*own}:
+        return None
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]].line.parser().format_help().rstrip()
+    listed = "\n".join(f"  {each.name:10}{each.summary}" for each in COMMANDS.values())
+    return (
+        "usage: paceline [--help] [--version] COMMAND ...\n\n"
+        f"{paceline.__doc__}\n\nCommands:\n{listed}"
+    )
 
 
-@_command()
-def predict(
-    run: RunFolder,
-    input: Annotated[str, typer.Argument(metavar="INPUT", help="What the model is given.")],
-    plan: OnePlan = None,
-    devices: Devices = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the outputs are written.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of several models, the one that predicts.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Compute a trained run's outputs for an input."""
-    with _reported():
-        _on_every_host(plan)
-        outcome = paceline.predict(run, input, plan, devices=devices, output=output, model=model)
-        speaks = _is_first_rank()
-    if speaks:
-        _say(_json(outcome) if as_json else table(outcome))
+def _meant(words: Sequence[str], line: CommandLine) -> str:
+    """Return the options that words without one belong to, as the end of a message."""
+    from paceline.strategies.key_registry import key
 
-
-@_command(name="plan")
-def plan_(
-    file: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FILE[:FUNCTION]",
-            help="A Python file with a function job().",
-            show_default=False,
-        ),
-    ] = None,
-    settings: Settings = None,
-    hf: Annotated[
-        str | None,
-        typer.Option(
-            "--hf",
-            metavar="CONFIG",
-            help="In place of FILE, a Transformers model: a "
-            "folder with config.json, or a type such as llama.",
-        ),
-    ] = None,
-    lora: Annotated[
-        int | None, typer.Option(metavar="RANK", help="With --hf: adapters by peft.")
-    ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="With --hf: of a sample; 1024.")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(metavar="SAMPLES", help="With --hf: of a step; 8.")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="With --hf: float32, float16 or bfloat16; by default what the configuration says.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            "--cluster",
-            "--gpus",
-            metavar="CLUSTER",
-            help="local, 2xcpu, 8xH100, 16x8xH100, 2x24GB, or a TOML file.",
-        ),
-    ] = "local",
-    relaxed: Annotated[
-        bool, typer.Option("--relaxed", help="A plan may be chosen that is not exact.")
-    ] = False,
-    price: Annotated[
-        float | None, typer.Option(metavar="PER_HOUR", help="Of a device; ranks plans by cost.")
-    ] = None,
-    mtbf_hours: Annotated[
-        float | None,
-        typer.Option(
-            metavar="HOURS",
-            help="Mean time between failures of a device: how often to save, and what is lost.",
-        ),
-    ] = None,
-    repair_hours: Annotated[
-        float | None,
-        typer.Option(
-            metavar="HOURS",
-            help="Until a host, or a GPU, that failed is back; 1 by default, a guess.",
-        ),
-    ] = None,
-    checkpoint_rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="BYTES_PER_S",
-            help="At which a device writes a checkpoint; 120 MB/s by default.",
-        ),
-    ] = None,
-    scale: Annotated[
-        str | None, typer.Option(metavar="FIRST..LAST", help="The best plan on 1..4096 devices.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw --scale to a .png or .svg.")
-    ] = None,
-    calibrate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="For trials of the best plans, 10 by default; 0 predicts alone.",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page: plans, parts, reasons.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Rank the plans that a job allows by predicted speed or cost, and say why each other kind loses."""
-    of_model = {"lora": lora, "sequence": sequence, "batch": batch, "weights": weights}
-    stated_of_model: dict[str, Any] = {
-        name: value for name, value in of_model.items() if value is not None
+    repeats = {
+        command_line.option(each): command_line.is_repeatable(each) for each in line.parameters
     }
-    with _reported():
-        if (file is None) == (hf is None):
-            raise UsageError("give either FILE or --hf CONFIG", hint="paceline plan job.py")
-        if hf is None and stated_of_model:
-            raise UsageError(
-                f"--{min(stated_of_model)} is about --hf",
-                hint="a job file has its own parameters: --set",
-            )
-        if hf is not None and (scale is not None or settings):
-            raise UsageError(
-                "--hf makes one job: --scale and --set are for job files", hint="leave them out"
-            )
-    if scale is not None:
-        assert file is not None
-        _scale(
-            file,
-            settings,
-            cluster,
-            scale,
-            relaxed=relaxed,
-            plot=plot,
-            as_json=as_json,
-            others={
-                "--price": price,
-                "--mtbf-hours": mtbf_hours,
-                "--repair-hours": repair_hours,
-                "--checkpoint-rate": checkpoint_rate,
-                "--calibrate": calibrate,
-                "--html": html,
-            },
+    meant: dict[str, list[str]] = {}
+    for word in words:
+        name = re.split(r"[\s,=]", word)[0]
+        is_plan = name in ("single", "auto") or key(name) is not None or word.endswith(".json")
+        meant.setdefault("--plan" if is_plan else "--set" if "=" in word else "", []).append(word)
+    suggested = [
+        shlex.join([option, value])
+        for option, group in meant.items()
+        if option in repeats
+        for value in (group if repeats[option] else [" ".join(group)])
+    ]
+    return f"; did you mean {' '.join(suggested)}?" if suggested else ""
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------
+
+
+@_command(f"{_TRAIN} -table", _JOB)
+def train(given: Given, *, hosts: str | None = None) -> Output | None:
+    """Train a job on one device or many.
+
+    Args:
+        hosts: Number of hosts, each of which runs this command. With MIN:MAX the run goes on with MIN
+            of them if some are lost, and takes them back.
+    """
+    on, plan, restarts = given.get("on"), given.pop("plan", None), given.pop("restarts", None)
+    if on is not None and hosts is not None:
+        raise UsageError(
+            f"--hosts {hosts} is about a command that each host runs; with --on {on} Ray starts ranks",
+            hint="leave --hosts out: ranks of a lost node start again where there is room",
         )
-        return
-    with _reported():
-        if plot is not None:
-            raise UsageError("--plot draws what --scale finds", hint="add --scale 1..4096")
-        for option, value in (
-            ("--checkpoint-rate", checkpoint_rate),
-            ("--repair-hours", repair_hours),
-        ):
-            if value is not None and mtbf_hours is None:
-                raise UsageError(f"{option} is about failures", hint="add --mtbf-hours")
-        stated = {
-            "repair_hours": repair_hours,
-            "checkpoint_bytes_per_s": checkpoint_rate,
-            "calibrate_s": calibrate,
-        }
-        options: dict[str, Any] = {
-            name: value for name, value in stated.items() if value is not None
-        }
-        options |= {"relaxed": relaxed, "price_per_hour": price, "mtbf_hours": mtbf_hours}
-        _prepare_page(html)
-        if hf is not None:
-            from paceline.api.fine_tuning import FineTuning
+    place = host_process.host(hosts=hosts) if on is None else None
+    if place is not None and not place.is_elastic:
+        _on_every_host(plan, given.get("procs"))
+    load_modules(OF_RUNS)
+    run_train: Callable[..., Any] = partial(paceline.train, given.pop("job"), **given, table=False)
+    if place is not None:
+        from paceline.api.hosts import train_on_hosts
 
-            answer = paceline.plan(FineTuning(hf, **stated_of_model), cluster, **options)
-        else:
-            assert file is not None
-            answer = paceline.plan(
-                JobFile.parse(file, _parse_settings(settings)), cluster, **options
-            )
-        if html is not None:
-            page = answer.write_html(html, command=f"paceline train {file or 'JOB'}")
-            _say(f"page {page}", err=True)
-    _say(_json(answer.to_dict()) if as_json else answer.describe())
-    if answer.chosen is None:
-        raise typer.Exit(1)
+        figures = train_on_hosts(
+            place,
+            plan,
+            run_train,
+            restarts=restarts,
+            **{name: given[name] for name in ("run", "procs", "timeout_s") if name in given},
+        )
+    else:
+        figures = run_train(plan, restarts=restarts).to_dict()
+    if figures is None or (on is None and not _is_first_rank()):
+        return None
+    return Output(figures, partial(summary_table, figures))
 
 
-def _prepare_page(to: Path | None) -> None:
+@_command("paceline.attached.launch:run", f"{_TRAIN} devices save_every on_spike", _JSON)
+def run_(given: Given) -> Output | None:
+    """Run a script that has its own loop on many devices."""
+    _on_every_host(given.get("plan"))
+    load_modules(OF_RUNS)
+    from paceline.attached.launch import run
+
+    figures = run(**given)
+    return Output(figures, partial(summary_table, figures)) if _is_first_rank() else None
+
+
+@_command("paceline.api.inference:evaluate", _JSON)
+def evaluate(given: Given) -> Output | None:
+    """Compute a trained run's loss and metrics."""
+    return _on_ranks("evaluate", given)
+
+
+@_command("paceline.api.inference:predict", _JSON)
+def predict(given: Given) -> Output | None:
+    """Compute a trained run's outputs for an input."""
+    return _on_ranks("predict", given)
+
+
+def _on_ranks(verb: str, given: Given) -> Output | None:
+    _on_every_host(given.get("plan"))
+    figures = getattr(paceline, verb)(**given)
+    return Output(figures, partial(table, figures)) if _is_first_rank() else None
+
+
+_PLAN, _MODEL = "paceline.api.planning:plan", "paceline.api.fine_tuning:FineTuning"
+
+
+@_command(
+    f"{_PLAN} -repair_hours -checkpoint_bytes_per_s", f"{_MODEL} -hf", _JOB, optional=("job",)
+)
+def plan_(
+    given: Given,
+    *,
+    hf: str | None = None,
+    scale: str | None = None,
+    plot: str | None = None,
+    html: str | None = None,
+) -> Output:
+    """Rank the plans that a job allows by speed or cost.
+
+    Args:
+        hf: Instead of FILE, a Transformers model: a folder with config.json, or a type such as llama.
+        scale: Find the best plan on several numbers of devices, such as 1..4096.
+        plot: Draw what --scale finds to a .png or .svg.
+        html: Also write a page with plans, their parts and reasons.
+    """
+    model = {each.name: given.pop(each.name) for each in parameters(_MODEL) if each.name in given}
+    if ("job" in given) == (hf is not None):
+        raise UsageError("give either FILE or --hf CONFIG", hint="paceline plan job.py")
+    if hf is None and model:
+        raise UsageError(
+            f"--{min(model)} is about --hf", hint="a job file has its own parameters: --set"
+        )
+    if hf is not None and (scale is not None or "set_" in given):
+        raise UsageError(
+            "--hf makes one job: --scale and --set are for job files", hint="leave them out"
+        )
+    if scale is not None:
+        return _scale(scale, given, plot, html)
+    if plot is not None:
+        raise UsageError("--plot draws what --scale finds", hint="add --scale 1..4096")
+    _prepare_page(html)
+    command = "paceline train JOB"
+    if hf is not None:
+        from paceline.api.fine_tuning import FineTuning
+
+        given["job"] = FineTuning(hf, **model)
+    else:
+        job = given["job"]
+        command = f"paceline train {os.path.relpath(job.path)}:{job.function}"
+    answer = paceline.plan(**given)
+    if html is not None:
+        _say(f"page {answer.write_html(html, command=command)}", err=True)
+    return Output(answer.to_dict(), answer.describe, answer.chosen is not None)
+
+
+def _prepare_page(to: str | None) -> None:
     if to is not None:
         from paceline.reports.page import prepare
 
-        prepare(to)
+        prepare(Path(to))
 
 
-def _scale(
-    file: str,
-    settings: list[str] | None,
-    cluster: str,
-    counts: str,
-    *,
-    relaxed: bool,
-    plot: Path | None,
-    as_json: bool,
-    others: Mapping[str, Any],
-) -> None:
-    with _reported():
-        from paceline.api.scaling import check_plot
+def _scale(counts: str, given: Given, plot: str | None, html: str | None) -> Output:
+    from paceline.api.scaling import check_plot
 
-        if stated := [name for name, value in others.items() if value is not None]:
-            raise UsageError(
-                f"{' and '.join(stated)}: --scale ranks by time alone", hint="one of both"
-            )
-        if plot is not None:
-            check_plot(plot)
-        scaling = paceline.scale(
-            JobFile.parse(file, _parse_settings(settings)), cluster, counts, relaxed=relaxed
-        )
-        if plot is not None:
-            _say(f"drawn {scaling.plot(plot)}", err=True)
-    _say(_json(scaling.to_dict()) if as_json else scaling.describe())
-    if scaling.first is None:
-        raise typer.Exit(1)
+    others = {*given} - {"job", "cluster", "relaxed"} | ({"html"} if html is not None else set())
+    if others:
+        line = COMMANDS["plan"].line
+        named = [command_line.option(each) for each in line.parameters if each.name in others]
+        raise UsageError(f"{' and '.join(named)}: --scale ranks by time alone", hint="one of both")
+    if plot is not None:
+        check_plot(Path(plot))
+    scaling = paceline.scale(counts=counts, **{"cluster": "local", **given})
+    if plot is not None:
+        _say(f"drawn {scaling.plot(Path(plot))}", err=True)
+    return Output(scaling.to_dict(), scaling.describe, scaling.first is not None)
 
 
-@_command()
-def verify(
-    file: JobSource,
-    settings: Settings = None,
-    plans: Annotated[
-        list[str] | None, typer.Option("--plan", metavar="PLAN", help="A plan; may be repeated.")
-    ] = None,
-    steps: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Optimizer steps that are compared.")
-    ] = 4,
-    run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where the certificate is written.")
-    ] = None,
-    resume: Annotated[
-        Literal["short", "full", "no"],
-        typer.Option(
-            help="Which plans also go on from another plan's checkpoint: one an axis, all, none."
-        ),
-    ] = "short",
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D",
-            help="Such as cuda:0-3; the first is what plans are held against. Default: CPUs.",
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@_command("paceline.api.verify:verify", _JOB)
+def verify(given: Given) -> Output | None:
     """Prove that plans compute what one device computes."""
-    with _reported():
-        verdicts = _verified_script(
-            file, plans, steps, {"--set": settings, "--run": run, "--devices": devices}
-        )
-    if verdicts is not None:
-        _say(
-            _json([verdict.to_dict() for verdict in verdicts])
-            if as_json
-            else "\n".join(verdict.describe() for verdict in verdicts)
-        )
-        raise typer.Exit(not all(verdict.passed for verdict in verdicts))
-    with _reported():
-        job = JobFile.parse(file, _parse_settings(settings))
-        speaks = _is_first_rank()
-        written = (run or fresh_name(f"verify-{job.path.stem}")) if speaks else None
-        certificates = paceline.verify(
-            job, plans or (), steps=steps, run=written, resume=resume, devices=devices
-        )
-        if speaks:
-            _say(f"certificate {written}/certificate.txt", err=True)
-    if speaks:
-        _say(
-            _json([certificate.to_dict() for certificate in certificates])
-            if as_json
-            else "\n".join(certificate.describe() for certificate in certificates)
-        )
-    if not all(each.passed or (each.refused and not each.asked_for) for each in certificates):
-        raise typer.Exit(1)
+    job = given["job"]
+    if (verdicts := _verified_script(given)) is not None:
+        return _all_of(verdicts, all(verdict.passed for verdict in verdicts))
+    speaks = _is_first_rank()
+    written = given.pop("run", None) or fresh_name(f"verify-{job.path.stem}")
+    certificates = paceline.verify(**given, run=written if speaks else None)
+    passed = all(each.passed or (each.refused and not each.asked_for) for each in certificates)
+    if not speaks:
+        raise SystemExit(0 if passed else 1)
+    _say(f"certificate {written}/certificate.txt", err=True)
+    return _all_of(certificates, passed)
 
 
-def _verified_script(
-    file: str, plans: list[str] | None, steps: int, others: Mapping[str, Any]
-) -> Any:
-    """The verdicts on a script that has its own loop; None for the file of a job."""
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file() or "attach(" not in path.read_text("utf-8"):
-        return None
-    from paceline.attached.verify import verify_script
+def _all_of(results: Sequence[Any], passed: bool) -> Output:
+    return Output(
+        [each.to_dict() for each in results],
+        lambda: "\n".join(each.describe() for each in results),
+        passed,
+    )
+
+
+def _verified_script(given: Given) -> Any:
+    """Return the verdicts on a script that has its own loop; None for the file of a job."""
     from paceline.job.file import is_script
 
-    if not is_script(path):
+    path, settings = given["job"].path, given["job"].settings
+    if "attach(" not in path.read_text("utf-8") or not is_script(path):
         return None
-    if stated := [name for name, value in others.items() if value]:
+    from paceline.attached.verify import verify_script
+
+    stated = [f"--{name}" for name in given if name not in ("job", "plans", "steps", "timeout_s")]
+    if stated := [*(["--set"] if settings else []), *stated]:
         raise UsageError(
-            f"{' and '.join(stated)}: {file} is a script with its own loop, and not a job",
+            f"{' and '.join(stated)}: {path} is a script with its own loop, and not a job",
             hint="--plan and --steps are what such a proof takes",
         )
     load_modules(OF_RUNS)
-    return verify_script(path, plans or ["data=2"], steps=steps)
+    return verify_script(path, **{name: given[name] for name in given if name != "job"})
 
 
-@_command()
-def search(
-    file: JobSource,
-    trials: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Trials that the study has at its end.")
-    ],
-    objectives: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--objective",
-            metavar="NAME[:max]",
-            help="What is made small (or large); may be repeated.",
-        ),
-    ] = None,
-    limits: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--limit", metavar="NAME<=X", help="On parameters, step_ms, memory_mb; may be repeated."
-        ),
-    ] = None,
-    settings: Settings = None,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=DOMAIN",
-            help="LOW..HIGH, LOW..HIGH:STEP, LOW..HIGH:log, or OPTION,OPTION.",
-        ),
-    ] = None,
-    space: Annotated[
-        str | None,
-        typer.Option(metavar="FUNCTION", help="In the file: gives parameters from Optuna's trial."),
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option(metavar="PLAN", help="Of each trial: 'single', ..., or 'auto'.")
-    ] = None,
-    devices: Devices = None,
-    procs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks that run at a time.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit of a CPU rank, such as 512MiB.")
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Ray places trials on its nodes: auto, or HOST:PORT."),
-    ] = None,
-    sampler: Annotated[
-        str | None, typer.Option(metavar="NAME", help="random, tpe, cmaes, gp, nsga2 or evolution.")
-    ] = None,
-    pruner: Annotated[
-        str | None, typer.Option(metavar="NAME", help="none, median, halving or hyperband.")
-    ] = None,
-    storage: Annotated[
-        str | None, typer.Option(metavar="URL", help="sqlite:///..., postgresql+psycopg://...")
-    ] = None,
-    study: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The study's name in the database.")
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the sampler.")] = 0,
-    run: Annotated[Path | None, typer.Option(metavar="DIR", help="Where all is written.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the study of the folder.")
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write a page, as `report DIR` does.")
-    ] = None,
-    patience: Patience = 300.0,
-    as_json: Json = False,
-) -> None:
-    """Search hyperparameters and architectures; trials are distributed runs on slices of the devices."""
-    with _reported():
-        job = JobFile.parse(file)
-        _prepare_page(html)
-        result = paceline.search(
-            job,
-            trials,
-            objective=objectives,
-            limits=limits or (),
-            settings=_parse_settings(settings),
-            vary=_parse_settings(vary, "--vary"),
-            space=space,
-            plan=plan,
-            devices=devices,
-            procs=procs,
-            memory=memory,
-            ray=ray,
-            sampler=sampler,
-            pruner=pruner,
-            storage=storage,
-            study=study,
-            seed=seed,
-            run=run,
-            resume=resume,
-            timeout_s=patience,
-        )
-        if html is not None:
-            _say(f"page {paceline.report(result.to_dict()['run'], to=html)}", err=True)
-    _say(_json(result.to_dict()) if as_json else table(_best_of(result.to_dict())))
+@_command("paceline.searches.search:search -settings -space", _JOB)
+def search(given: Given, *, html: str | None = None) -> Output:
+    """Search hyperparameters; trials are distributed runs.
+
+    Args:
+        html: Also write a page, as `paceline report DIR` does.
+    """
+    _prepare_page(html)
+    job = given.pop("job")
+    result = paceline.search(replace(job, settings={}), settings=job.settings, **given).to_dict()
+    if html is not None:
+        _say(f"page {paceline.report(result['run'], output=html)}", err=True)
+    return Output(result, lambda: table(_best_of(result)))
 
 
-@_command()
-def report(
-    run: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Of a run, a search or a verification.")
-    ],
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="By default DIR/report.html.")
-    ] = None,
-    price: Annotated[
-        YesOrNo, typer.Option(help="Price other plans for the run's job, which loads it.")
-    ] = "yes",
-) -> None:
-    """Write one HTML file about a run: what limits it, why, what to try next, and all its figures."""
-    with _reported():
-        written = paceline.report(run, to=output, price=price == "yes")
-    _say(str(written))
+@_command("paceline.api.report:report")
+def report(given: Given) -> Output:
+    """Write one HTML file about a run, a search or a proof."""
+    written = str(paceline.report(**given))
+    return Output(written, lambda: written)
 
 
-@_command()
-def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="That of another.")],
-    fail_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIGURE>X%", help="Exit with 1 if B's figure is worse by more; may be repeated."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Hold a run against another; with --fail-if, for continuous integration."""
-    with _reported():
-        comparison = paceline.compare(first, second, fail_if=fail_if or ())
-    _say(_json(comparison.to_dict()) if as_json else comparison.describe())
+@_command("paceline.api.report:compare", _JSON)
+def compare(given: Given) -> Output:
+    """Compare two runs; with --fail-if, for automatic checks."""
+    comparison = paceline.compare(**given)
     for condition in comparison.failed:
         _say(f"failed: {condition}", err=True)
-    if comparison.failed:
-        raise typer.Exit(1)
+    return Output(comparison.to_dict(), comparison.describe, not comparison.failed)
+
+
+@_command(
+    "paceline.api.rehearsal:rehearse -faults",
+    f"{_TRAIN} steps devices procs restarts",
+    "paceline.launch.process.faults:KINDS",
+    _JOB,
+)
+def rehearse(given: Given) -> Output:
+    """Train a job undisturbed, then under faults."""
+    faults = [Fault.parse(kind, text) for kind in KINDS for text in given.pop(kind, ())]
+    load_modules(OF_RUNS)
+    outcome = paceline.rehearse(faults=faults, **given)
+    return Output(outcome.to_dict(), outcome.describe, outcome.passed)
+
+
+@_command("paceline.api.audit:audit", _JSON)
+def audit(given: Given) -> Output:
+    """Prove that each sample counted in exactly one update."""
+    result = paceline.audit(**given)
+    return Output(result.to_dict(), result.describe, result.passed)
+
+
+@_command("paceline.api.replay:replay -job", _JSON)
+def replay(given: Given) -> Output:
+    """Compute a step of a run again and compare it."""
+    result = paceline.replay(**given)
+    return Output(result.to_dict(), result.describe, result.passed)
 
 
 @_command()
-def rehearse(
-    file: JobSource,
-    plan: OnePlan = None,
-    kill: Annotated[
-        _Texts, typer.Option(metavar=_AT, help="SIGKILL a rank; may be repeated, like all.")
-    ] = None,
-    stop: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGSTOP a rank.")] = None,
-    slow: Annotated[
-        _Texts, typer.Option(metavar="RANK:TIMESx", help="A rank's work takes longer.")
-    ] = None,
-    raise_: Annotated[_Texts, typer.Option("--raise", metavar=_AT, help="An exception.")] = None,
-    flip: Annotated[
-        _Texts,
-        typer.Option(
-            metavar=f"{_AT[:-1]}|:gradients]",
-            help="A bit of a rank's weights flips, or of its gradients before they are summed.",
-        ),
-    ] = None,
-    disk_full: Annotated[
-        _Texts, typer.Option(metavar=_AT, help="A rank can write to no file.")
-    ] = None,
-    preempt: Annotated[_Texts, typer.Option(metavar=_AT, help="SIGTERM a rank.")] = None,
-    tear: Annotated[
-        _Texts, typer.Option(metavar=_AT, help="Damage the last save, kill the launcher.")
-    ] = None,
-    kill_launcher: Annotated[
-        _Texts, typer.Option(metavar=_AT, help="SIGKILL what started ranks.")
-    ] = None,
-    random: Annotated[
-        int, typer.Option(metavar="N", min=0, help="So many random faults more.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random faults.")] = 0,
-    settings: Settings = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Stop after N optimizer steps.")
-    ] = None,
-    devices: Devices = None,
-    procs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks; must agree with the plan.")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", min=1, help="Five times a run by default.")
-    ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--patience",
-            "--timeout",
-            metavar="SECONDS",
-            min=1,
-            help="How long a rank may give no sign of life.",
-        ),
-    ] = 10.0,
-    restarts: Annotated[int | None, typer.Option(metavar="N", min=0, help="As in train.")] = None,
-    run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where both runs are written.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Train a job undisturbed, then under faults: seconds lost, steps recomputed, samples lost, weights changed."""
-    texts_by_kind = {
-        "kill": kill,
-        "stop": stop,
-        "slow": slow,
-        "raise": raise_,
-        "flip": flip,
-        "disk_full": disk_full,
-        "preempt": preempt,
-        "tear": tear,
-        "kill_launcher": kill_launcher,
-    }
-    with _reported():
-        from paceline.launch.process.faults import Fault, Kind
-
-        faults = [
-            Fault.parse(cast(Kind, kind), text)
-            for kind, texts in texts_by_kind.items()
-            for text in texts or ()
-        ]
-        job = JobFile.parse(file, _parse_settings(settings))
-        load_modules(OF_RUNS)
-        outcome = paceline.rehearse(
-            job,
-            plan,
-            faults,
-            random=random,
-            seed=seed,
-            run=run,
-            save_every=save_every,
-            timeout_s=timeout,
-            restarts=restarts,
-            steps=steps,
-            devices=devices,
-            procs=procs,
-        )
-    _say(_json(outcome.to_dict()) if as_json else outcome.describe())
-    if not outcome.passed:
-        raise typer.Exit(1)
-
-
-@_command()
-def audit(run: RunFolder, as_json: Json = False) -> None:
-    """Prove by a run's journal that each sample counted in exactly one update of its epoch."""
-    with _reported():
-        result = paceline.audit(run)
-    _say(_json(result.to_dict()) if as_json else result.describe())
-    if not result.passed:
-        raise typer.Exit(1)
-
-
-@_command()
-def replay(
-    run: RunFolder,
-    step: Annotated[
-        int, typer.Option(metavar="N", min=1, help="The last step to compute again, from 1.")
-    ],
-    plan: OnePlan = None,
-    devices: Devices = None,
-    as_json: Json = False,
-) -> None:
-    """Compute a step of a run again, from the checkpoint before it, and compare it with the run's record."""
-    with _reported():
-        result = paceline.replay(run, step, plan, devices=devices)
-    _say(_json(result.to_dict()) if as_json else result.describe())
-    if not result.passed:
-        raise typer.Exit(1)
-
-
-@_command(context_settings={"ignore_unknown_options": True})
 def launch(
-    kind: Annotated[
-        Literal["slurm", "k8s", "sky", "ray", "docker"],
-        typer.Argument(help="Slurm, Kubeflow Trainer, SkyPilot, KubeRay, or Docker."),
-    ],
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- train FILE ...", help="What every host runs.")
-    ],
-    hosts: Annotated[int, typer.Option(metavar="N", min=1, help="Hosts.")] = 1,
-    gpus: Annotated[
-        str, typer.Option(metavar="[NAME:]N", help="Of a host; SkyPilot needs the name: H100:8.")
-    ] = "0",
-    time: Annotated[
-        str | None, typer.Option(metavar="HH:MM:SS", help="Slurm's limit; it is queued again.")
-    ] = None,
-    image: Annotated[
-        str, typer.Option(metavar="IMAGE", help="Of Kubernetes' or Docker's containers.")
-    ] = "paceline",
-    volume: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PATH",
-            help="A claim, bucket, volume or folder and where it is mounted; repeatable.",
-        ),
-    ] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Instead of printing it.")
-    ] = None,
-) -> None:
-    """Write the file that starts a command on a cluster: a batch file, a TrainJob, a task or a compose file."""
-    with _reported():
-        from paceline.api import launch_files
+    given: Given,
+    *,
+    kind: Literal["slurm", "k8s", "sky", "ray", "docker"],
+    arguments: Sequence[str],
+    hosts: int = 1,
+    gpus: str = "0",
+    time: str | None = None,
+    image: str = "paceline",
+    volumes: Mapping[str, str] = {},
+    write: str | None = None,
+) -> Output:
+    """Write the file that starts a command on a cluster.
 
-        request = launch_files.LaunchRequest(
-            command, hosts, gpus, time, image, _parse_settings(volume, "--volume")
+    Args:
+        kind: For Slurm, Kubeflow Trainer, SkyPilot, KubeRay or Docker.
+        arguments: What every host runs, such as: train job.py --run DIR.
+        hosts: Number of hosts.
+        gpus: GPUs of a host. SkyPilot needs their name, too: H100:8.
+        time: Slurm's limit, after which the run is queued again.
+        image: The image of Kubernetes' or Docker's containers.
+        volumes: A claim, bucket, volume or folder, and where it is mounted.
+        write: The file; by default the text is printed.
+    """
+    from paceline.api import launch_files
+
+    request = launch_files.LaunchRequest(arguments, hosts, gpus, time, image, volumes)
+    text = launch_files.text(kind, request)
+    if write is None:
+        return Output(text, lambda: text, is_file=True)
+    path = Path(write)
+    if path.suffix == ".py" and path.exists():
+        raise UsageError(
+            f"{write} is Python code, which the file would replace", hint="--write job.sh"
         )
-        text = launch_files.text(kind, request)
-        if write is not None and write.suffix == ".py" and write.exists():
-            raise UsageError(
-                f"{write} is Python code, which the file would replace", hint="--write job.sh"
-            )
-        if write is not None:
-            try:
-                write.write_text(text, encoding="utf-8", errors="surrogateescape")
-            except OSError as error:
-                raise UsageError(f"can't write {write}: {error.strerror}") from error
-    typer.echo(text if write is None else str(write), nl=write is not None)
+    try:
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(f"can't write {write}: {error.strerror}") from error
+    return Output(write, lambda: write)
 
 
-@_command()
-def doctor(
-    hosts: Annotated[
-        bool, typer.Option("--hosts", help="Run on each host: what is between the hosts.")
-    ] = False,
-    patience: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="For other hosts to come.")
-    ] = 60.0,
-    as_json: Json = False,
-) -> None:
-    """Say what this machine has and what is wrong with it; or, between the hosts of a run."""
-    with _reported():
-        from paceline.doctor.machine import describe, examine
+@_command(_JSON)
+def doctor(given: Given, *, between_hosts: bool = False, timeout_s: float = 60.0) -> Output:
+    """Say what this machine has and what is wrong with it.
 
-        if hosts:
-            os.environ.setdefault(
-                "TORCH_CPP_LOG_LEVEL", "ERROR"
-            )  # torch else prints stacks of what findings say
-            from paceline.doctor.hosts import examine_hosts, place_here
+    Args:
+        between_hosts: Check the network between the hosts of a run, on each of which this runs.
+        timeout_s: Seconds that a host waits for the others.
+    """
+    from paceline.doctor.machine import describe, examine
 
-            findings = examine_hosts(place_here(), timeout_s=patience)
-        else:
-            findings = examine()
+    if between_hosts:
+        # Otherwise torch prints stacks of what findings say.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from paceline.doctor.hosts import examine_hosts, place_here
+
+        findings = examine_hosts(place_here(), timeout_s=timeout_s)
+    else:
+        findings = examine()
     passed = all(finding.status != "bad" for finding in findings)
     document = {"passed": passed, "findings": [finding.to_dict() for finding in findings]}
-    _say(_json(document) if as_json else describe(findings))
-    if not passed:
-        raise typer.Exit(1)
+    return Output(document, partial(describe, findings), passed)
 
 
-@_command()
-def docs(
-    page: Annotated[
-        str | None, typer.Argument(metavar="PAGE", help="Such as job; without it, all are listed.")
-    ] = None,
-) -> None:
-    """Say where a page of the documentation is: a file of this installation."""
-    with _reported():
-        from paceline.api import pages
+@_command(optional=("page",))
+def docs(given: Given, *, page: str | None = None) -> Output:
+    """Say where a page of the documentation is.
 
-        if page is None:
-            text = table({name: pages.title(path) for name, path in pages.pages().items()})
-        else:
-            text = str(pages.page(page))
-    _say(text)
+    Args:
+        page: The name of a page, such as job; without it, all are listed.
+    """
+    from paceline.api import pages
 
-
-def _parse_settings(words: Iterable[str] | None, option: str = "--set") -> dict[str, str]:
-    settings: dict[str, str] = {}
-    for word in words or ():
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise UsageError(
-                f"{option} {word} is not NAME=VALUE", hint=f"{option} {_EXAMPLES[option]}"
-            )
-        if name in settings:
-            raise UsageError(f"{option} {name} is given twice: {settings[name]} and {value}")
-        settings[name] = value
-    return settings
+    if page is None:
+        titles = {name: pages.title(path) for name, path in pages.pages().items()}
+        return Output(titles, lambda: table(titles))
+    found = str(pages.page(page))
+    return Output(found, lambda: found)
 
 
 def _on_every_host(plan: str | None, procs: int | None = None) -> None:
@@ -1108,26 +647,23 @@ def _on_every_host(plan: str | None, procs: int | None = None) -> None:
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """Run a command's work; an error becomes a message on stderr and an exit code, and stdout stays empty."""
+    """Let an error become a message on stderr and an exit code."""
     try:
-        with _stdout_to_stderr():
-            yield
+        yield
     except PacelineError as error:
         if _tells(error):
             _say(f"error: {error}{_card_of(error)}", err=True)
-        raise typer.Exit(error.exit_code) from None
+        raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(130) from None
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
     except Exception as error:
         if (refusal := on_windows(error) or on_full_disk(error)) is not None:
             _say(f"error: {refusal}", err=True)
-            raise typer.Exit(refusal.exit_code) from None
+            raise SystemExit(refusal.exit_code) from None
         traceback.print_exc()
-        typer.echo(
-            "error: this is a bug in paceline; please report it with the lines above", err=True
-        )
-        raise typer.Exit(1) from None
+        _say("error: this is a bug in paceline; please report it with the lines above", err=True)
+        raise SystemExit(1) from None
 
 
 def _card_of(error: PacelineError) -> str:
@@ -1179,7 +715,7 @@ def _is_first_rank(number: str = "rank") -> bool:
 
 
 def _say(text: str, *, err: bool = False) -> None:
-    typer.echo(printable(text), err=err)
+    print(printable(text), file=sys.stderr if err else sys.stdout)
 
 
 def _json(document: Any) -> str:

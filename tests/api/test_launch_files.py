@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from called import call
 
 from paceline.api.launch_files import LaunchRequest, text
 from paceline.base.errors import UsageError
-from paceline.cli import app
 from paceline.launch.hosts.host_process import host
 
 DOCKER = Path(__file__).parents[2] / "docker"
@@ -244,16 +243,12 @@ def test_what_cannot_start_is_refused(given: dict[str, Any], message: str):
 
 def test_the_command_line_writes_it(tmp_path: Path):
     file = tmp_path / "job.sh"
-    result = CliRunner().invoke(
-        app, ["launch", "slurm", "--hosts", "2", "--write", str(file), "--", *TRAIN]
-    )
+    result = call("launch", "slurm", "--hosts", 2, "--write", file, "--", *TRAIN)
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{file}\n" and "#SBATCH --nodes=2" in file.read_text()
-    result = CliRunner().invoke(
-        app, ["launch", "slurm", "--write", str(tmp_path / "no" / "job.sh"), "--", *TRAIN]
-    )
+    result = call("launch", "slurm", "--write", tmp_path / "no" / "job.sh", "--", *TRAIN)
     assert result.exit_code == 2 and "can't write" in result.stderr
-    result = CliRunner().invoke(app, ["launch", "slurm", "--write", __file__, "--", *TRAIN])
+    result = call("launch", "slurm", "--write", __file__, "--", *TRAIN)
     assert result.exit_code == 2 and "is Python code" in result.stderr
 
 

@@ -263,7 +263,7 @@ def test_more_devices_than_a_plan_can_use(cluster: str):
         PlanError, match=r"no plan uses all \d+ devices: replicas \(at most 4, the batch\)"
     ) as caught:
         paceline.plan(_job(), cluster)
-    assert "--price" in str(caught.value)
+    assert "--price-per-hour" in str(caught.value)
 
 
 def test_an_unknown_cluster():

@@ -106,7 +106,7 @@ VERBS: dict[str, Callable[[Path], Any]] = {
     ),
     "train with callbacks, and open": opened,
     "verify a step of its own": lambda folder: paceline.verify(
-        replace(own_step_job(), precision="float64"), ["data=2"], steps=2, resume="no"
+        replace(own_step_job(), precision="float64"), ["data=2"], steps=2, restore="no"
     ),
     "train": lambda folder: paceline.train(
         job(), "data=2", devices="cpu:0,cpu:1", run=folder / "run"

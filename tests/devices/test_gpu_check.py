@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from pretended_cuda.build import CannotBuild, build
-from typer.main import get_command
 
 from benchmarks.gpu import __main__ as gpu_check
 from benchmarks.gpu import command, machine, matrix, memory, page, proof, recovery, speed
 from benchmarks.gpu.__main__ import PARTS, check
 from benchmarks.gpu.machine import seen
-from paceline.cli import app
+from paceline import cli
 
 HERE = Path(__file__).parent
 TINY = {"tiny": {"width": 32, "layers": 2, "sequence": 16, "batch": 8}}
@@ -186,11 +185,9 @@ def test_a_command_that_takes_too_long_is_ended():
 def test_a_rank_that_hangs_is_named_before_its_command_is_ended(tmp_path: Path):
     """In time for two of them, and later than a model takes to compile."""
     words = command.train(["python"], "job", "data=2", "cuda:0-1", tmp_path)
-    assert 60 < float(words[words.index("--patience") + 1]) < command.TIMEOUT_S / 2
-    words = command.train(["python"], "job", "data=2", "cuda:0-1", tmp_path, "--patience", "5")
-    assert (
-        get_command(app).commands["train"].make_context("train", words[4:]).params["patience"] == 5
-    )
+    assert 60 < float(words[words.index("--timeout") + 1]) < command.TIMEOUT_S / 2
+    words = command.train(["python"], "job", "data=2", "cuda:0-1", tmp_path, "--timeout", "5")
+    assert cli.parse(words[3:])[1]["timeout_s"] == 5
 
 
 def test_rows_are_written_and_told_as_they_come(

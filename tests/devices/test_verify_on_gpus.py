@@ -9,7 +9,7 @@ from pretended_cuda.client import Workshop
 
 pytestmark = pytest.mark.timeout(600)  # the first one builds the device
 
-QUICK: dict[str, Any] = {"steps": 2, "resume": "no"}
+QUICK: dict[str, Any] = {"steps": 2, "restore": "no"}
 
 
 def verdicts(answer: dict[str, Any]) -> dict[str, str]:

@@ -72,7 +72,7 @@ def make_run(folder: Path, *, proved: bool = False) -> Path:
         json.dumps({"time": 1.0, "event": "lost", "worker": 0}) + "\n"
     )
     if proved:
-        pl.verify(job, ["accumulate=2"], steps=2, resume="no", run=run)
+        pl.verify(job, ["accumulate=2"], steps=2, restore="no", run=run)
     return run
 
 
@@ -104,7 +104,7 @@ def _read_run(run: Path) -> None:
     """What commands read of a run folder without running its job."""
     for read in (
         lambda: pl.audit(run).describe(),
-        lambda: pl.report(run, price=False),
+        lambda: pl.report(run, other_plans=False),
         lambda: pl.compare(run, run).describe(),
         lambda: pl.open(run),
     ):

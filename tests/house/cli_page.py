@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
-from paceline.cli import app
+from paceline.cli import COMMANDS, Command
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 _TOP = """\
@@ -21,30 +19,41 @@ _TOP = """\
 <!-- Written by `python tests/house/cli_page.py --write`. Do not edit. -->
 
 `paceline COMMAND --help` prints the same. A result goes to stdout, everything else to stderr. The functions of the
-same names are in the [Python interface](api.md); [errors](errors.md) has the exit codes.
+same names are in the [Python interface](api.md), with the same parameters; [errors](errors.md) has the exit codes.
 """
 
 
 def page() -> str:
     """Each command with its arguments and options, in the order of `paceline --help`."""
-    group = get_command(app)
-    above = group.make_context("paceline", ["doctor"], resilient_parsing=True)
-    sections = [_section(name, each, above) for name, each in group.commands.items()]
-    return "\n".join([_TOP, *sections])
+    return "\n".join([_TOP, *map(_section, COMMANDS.values())])
 
 
-def _section(name: str, command: Any, above: Any) -> str:
-    context = type(above)(command, parent=above, info_name=name)
-    records = [each.get_help_record(context) for each in command.get_params(context)]
-    rows = [
-        f"| `{names.strip().replace('|', '/')}` | {' '.join(text.split()).replace('|', '/')} |"
-        for names, text in filter(None, records)
-        if names != "-h, --help"
-    ]
-    usage = command.get_usage(context).removeprefix("Usage: ")
-    first = " ".join((command.help or "").split("\n\n")[0].split())
-    table = "\n".join(["| option | meaning |", "|---|---|", *rows])
-    return f"## {name}\n\n    {' '.join(usage.split())}\n\n{first}\n\n{table}\n"
+def _section(command: Command) -> str:
+    parser = command.line.parser()
+    usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
+    lines = [f"## {command.name}\n\n    {usage}\n\n{command.summary}\n"]
+    for group in parser._action_groups:
+        rows = [
+            f"| `{_words(each)}` | {each.help} |"
+            for each in group._group_actions
+            if each.help != "==SUPPRESS=="
+        ]
+        if rows:
+            lines += [
+                "| argument | meaning |"
+                if group.title == "positional arguments"
+                else f"| {group.title} | |",
+                "|---|---|",
+            ]
+            lines += [row.replace("%%", "%") for row in rows]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _words(action: Any) -> str:
+    """An option with what stands for its value."""
+    words = " ".join([*action.option_strings, action.metavar or ""]).strip()
+    return words.replace("|", "/")  # which a table takes for a column
 
 
 if __name__ == "__main__":

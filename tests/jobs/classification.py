@@ -42,7 +42,7 @@ def passes(job: paceline.Job, *plans: str, steps: int = 2) -> None:
     exact = replace(job, precision="float64") if job.precision == "float32" else job
     failed = [
         certificate.describe()
-        for certificate in paceline.verify(exact, plans, steps=steps, resume="no")
+        for certificate in paceline.verify(exact, plans, steps=steps, restore="no")
         if not certificate.passed
     ]
     assert not failed, "\n".join(failed)
@@ -51,7 +51,7 @@ def passes(job: paceline.Job, *plans: str, steps: int = 2) -> None:
 def failure_text(job: paceline.Job, plan: str, *, steps: int = 2) -> str:
     """What verify says of a plan that must fail, in float64 and without a resume."""
     (certificate,) = paceline.verify(
-        replace(job, precision="float64"), [plan], steps=steps, resume="no"
+        replace(job, precision="float64"), [plan], steps=steps, restore="no"
     )
     assert not certificate.passed, certificate.describe()
     return certificate.describe()

@@ -32,9 +32,5 @@ def job(lr: Annotated[float, pl.Log(1e-4, 1e-1)] = 1e-2, width: Annotated[int, p
     return pl.Job(model=lambda: model(width), data=samples[:32], validation=samples[32:40], test=samples[40:],
                   loss=judged, optimizer=lambda named: torch.optim.AdamW(named, lr=lr), batch=8, epochs=epochs,
                   metrics={"worst": lambda output, target: (output[:, 0] - target).abs().mean()})
-
-def space(trial):
-    width = trial.suggest_int("width", 2, 4)
-    return {"width": width, "lr": trial.suggest_float("lr", 0.01, 0.1) if width > 2 else 0.05}
 """
 WORKS = {"fails": "no"}

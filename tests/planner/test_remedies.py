@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from called import call
 
 import paceline as pl
 from paceline.api.auto import _choose
 from paceline.api.fine_tuning import FineTuning
 from paceline.base.errors import PlanError, UsageError
-from paceline.cli import app
 from paceline.cluster.cluster import Cluster
 from paceline.planner.fit import check_fits
 from paceline.planner.problem import PlanningProblem, with_memory
@@ -72,7 +71,7 @@ def test_each_change_is_the_smallest_of_its_kind_that_fits(folder: Path) -> None
     fitting_remedies = remedies(problem, cluster, fine_tuning.smaller(cluster))
     changes = [remedy.change for remedy in fitting_remedies]
     assert all(remedy.candidate.estimate.fits for remedy in fitting_remedies)
-    assert changes[0] == "--lora 16 --weights bfloat16"
+    assert changes[0] == "--lora 16 --dtype bfloat16"
     assert changes[-1] == "devices of 8 GiB in place of 1"
     counts = [int(change.split()[0]) for change in changes if "devices in place" in change]
     for fewer in (number for number in (2, 3, 4) if counts and number < counts[0]):
@@ -84,7 +83,7 @@ def test_each_change_is_the_smallest_of_its_kind_that_fits(folder: Path) -> None
 def test_adapters_and_dtypes_of_a_configuration_are_priced(folder: Path) -> None:
     """Of frozen weights no gradient and no optimizer state is kept, and bf16 halves them."""
     whole = FineTuning(str(folder), batch=2, sequence=64)
-    job, adapted = whole.job(), replace(whole, lora=8, weights="bfloat16").job()
+    job, adapted = whole.job(), replace(whole, lora=8, dtype="bfloat16").job()
     full = PlanningProblem.of(job).profile
     assert sum(p.num_bytes * p.count for p in full.parameters) == pytest.approx(
         4 * PARAMETERS, rel=0.01
@@ -101,24 +100,24 @@ def test_adapters_and_dtypes_of_a_configuration_are_priced(folder: Path) -> None
     assert 8 * PARAMETERS <= ledgers[0]["optimizer"] <= 10 * PARAMETERS
     assert ledgers[1]["optimizer"] < 0.02 * ledgers[0]["optimizer"]
     (folder / "config.json").write_text(json.dumps(SIZE | {"dtype": "bfloat16"}))
-    assert whole.dtype == "bfloat16"
+    assert whole.weights_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"source": "lama"}, "did you mean 'llama'"),
-        ({"source": "meta-llama/Llama-3-8B"}, "nothing is downloaded"),
-        ({"source": "vit"}, "is of no language model"),
-        ({"source": "llama", "lora": 0}, "--lora must be at least 1"),
-        ({"source": "llama", "weights": "bf17"}, "--weights bf17"),
+        ({"hf": "lama"}, "did you mean 'llama'"),
+        ({"hf": "meta-llama/Llama-3-8B"}, "nothing is downloaded"),
+        ({"hf": "vit"}, "is of no language model"),
+        ({"hf": "llama", "lora": 0}, "--lora must be at least 1"),
+        ({"hf": "llama", "dtype": "bf17"}, "--dtype bf17"),
         (
-            {"source": "gpt2", "sequence": 1025},
+            {"hf": "gpt2", "sequence": 1025},
             "--hf gpt2 has 1,024 positions, and --sequence is 1,025",
         ),
-        ({"source": "opt", "sequence": 8192}, "has 2,048 positions"),
-        ({"source": "bert"}, "hint: --sequence 512"),
-        ({"source": "xlm-roberta", "sequence": 512}, "has 510 positions"),
+        ({"hf": "opt", "sequence": 8192}, "has 2,048 positions"),
+        ({"hf": "bert"}, "hint: --sequence 512"),
+        ({"hf": "xlm-roberta", "sequence": 512}, "has 510 positions"),
     ],
 )
 def test_what_is_no_model_to_fine_tune(fields: dict[str, Any], message: str) -> None:
@@ -135,33 +134,18 @@ def test_a_model_that_computes_positions_takes_any_sequence(folder: Path) -> Non
 @pytest.mark.parametrize("gpus", ["1x24GB", pytest.param("2x24GB", marks=pytest.mark.slow)])
 def test_the_command_takes_a_configuration(folder: Path, gpus: str) -> None:
     """It prints a plan as for a job file; options of one kind are refused with the other."""
-    run = CliRunner().invoke(
-        app,
-        [
-            "plan",
-            "--hf",
-            str(folder),
-            "--lora",
-            "8",
-            "--sequence",
-            "64",
-            "--batch",
-            "4",
-            "--gpus",
-            gpus,
-            "--json",
-        ],
-    )
-    assert run.exit_code == 0, run.output
+    shape = ["--lora", 8, "--sequence", 64, "--batch", 4]
+    run = call("plan", "--hf", folder, *shape, "--cluster", gpus, "--json")
+    assert run.exit_code == 0, run.stderr
     answer = json.loads(run.stdout)
     assert answer["chosen"] and "remedies" not in answer
     for arguments, message in (
         (["plan"], "either FILE or --hf"),
-        (["plan", "job.py", "--lora", "8"], "is about --hf"),
+        (["plan", __file__, "--lora", "8"], "is about --hf"),
         (["plan", "--hf", "llama", "--scale", "1..2"], "for job files"),
     ):
-        run = CliRunner().invoke(app, arguments)
-        assert run.exit_code == 2 and message in run.output
+        run = call(*arguments)
+        assert run.exit_code == 2 and message in run.stderr
 
 
 def test_every_nothing_fits_names_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_a_mistake_is_found_in_every_precision(
 
     monkeypatch.setattr(GradientBuckets, "finish", wrong)
     (planted,) = paceline.verify(
-        mixed_precision_job(precision=precision, clip=0.5), ["data=2"], steps=2, resume="no"
+        mixed_precision_job(precision=precision, clip=0.5), ["data=2"], steps=2, restore="no"
     )
 
     assert [verdict.precision for verdict in planted.verdicts] == [precision, "float64"]
@@ -57,7 +57,7 @@ def test_a_mistake_is_found_in_every_precision(
 def test_sound_plans_pass_in_every_precision(precision: Any) -> None:
     """Those in fp16 below, too, where steps are skipped."""
     certificates = paceline.verify(
-        mixed_precision_job(precision=precision, clip=0.5), ["shard=2"], steps=2, resume="no"
+        mixed_precision_job(precision=precision, clip=0.5), ["shard=2"], steps=2, restore="no"
     )
 
     assert all(certificate.passed for certificate in certificates), [
@@ -72,7 +72,7 @@ def test_skipped_steps_are_verified() -> None:
         loss=token_sum,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.02),
     )
-    certificates = paceline.verify(job, ["data=2 accumulate=2"], steps=5, resume="no")
+    certificates = paceline.verify(job, ["data=2 accumulate=2"], steps=5, restore="no")
 
     assert all(certificate.passed for certificate in certificates), [
         certificate.describe() for certificate in certificates
@@ -122,7 +122,7 @@ def test_a_plan_that_overflows_in_other_steps_is_held_against_a_batch_that_is_cu
 
 def test_pieces_that_overflow_in_other_steps_are_no_yardstick(tmp_path: Path) -> None:
     """An update moves a weight by 0.014 or more: one that is missing is beyond what a plan may be off by."""
-    paceline.verify(overflowing_whole(), ["data=2"], steps=4, resume="no", run=tmp_path)
+    paceline.verify(overflowing_whole(), ["data=2"], steps=4, restore="no", run=tmp_path)
     yardstick = json.loads((tmp_path / "certificate.json").read_text())["yardstick"]
 
     assert yardstick["fp16"]["weight"]["tolerance"] < 0.01
@@ -144,7 +144,7 @@ def test_a_gradient_of_a_wrong_scale_is_found_where_other_steps_overflow(
 
     monkeypatch.setattr(LossScale, "unscale", wrong)
     for planted in paceline.verify(
-        overflowing_whole(), ["data=2", "single recompute=full"], steps=4, resume="no"
+        overflowing_whole(), ["data=2", "single recompute=full"], steps=4, restore="no"
     ):
         assert planted.verdict == "failed", planted.describe()
         assert [verdict.passed for verdict in planted.verdicts] == [False, True]

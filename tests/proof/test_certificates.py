@@ -78,7 +78,7 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 @pytest.mark.parametrize("plan", ["data=3 accumulate=2", "shard=2"])
 def test_sum_and_count_are_normalised_once(plan: str) -> None:
     """Ignored targets, spread unevenly over ranks and micro-batches, leave one device's gradients."""
-    certificate = only(paceline.verify(in_float64(loss=token_loss), [plan], steps=3, resume="no"))
+    certificate = only(paceline.verify(in_float64(loss=token_loss), [plan], steps=3, restore="no"))
 
     assert certificate.passed, certificate.describe()
 
@@ -87,7 +87,7 @@ def test_a_scalar_loss_that_is_no_mean_is_named() -> None:
     """The mean over targets that are not ignored is no mean over samples."""
     job = in_float64(loss=lambda output, target: F.cross_entropy(output, target, ignore_index=2))
 
-    certificate = only(paceline.verify(job, ["data=2"], steps=3, resume="no"))
+    certificate = only(paceline.verify(job, ["data=2"], steps=3, restore="no"))
 
     assert not certificate.passed
     assert (
@@ -104,7 +104,7 @@ def test_a_batch_norm_is_named() -> None:
     )
 
     joined, certificate = paceline.verify(
-        job, ["data=2", "single accumulate=2"], steps=2, resume="no"
+        job, ["data=2", "single accumulate=2"], steps=2, restore="no"
     )
 
     assert joined.passed, joined.describe()
@@ -136,7 +136,7 @@ def test_dropout_is_compared_switched_off() -> None:
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
     )
 
-    assert only(paceline.verify(job, ["data=2"], steps=3, resume="no")).passed
+    assert only(paceline.verify(job, ["data=2"], steps=3, restore="no")).passed
 
 
 def scaled_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_weights_that_depend_on_the_rank_are_found_and_named() -> None:
                 net.layers[2].weight[0, 0] += dist.get_rank()
         return net
 
-    certificate = only(paceline.verify(in_float64(model=model), ["data=2"], steps=2, resume="no"))
+    certificate = only(paceline.verify(in_float64(model=model), ["data=2"], steps=2, restore="no"))
 
     assert not certificate.passed
     assert "'layers.2.weight'" in certificate.describe() and "rank 1" in certificate.describe()

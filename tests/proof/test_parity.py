@@ -185,7 +185,7 @@ def test_a_gradient_that_is_zero_but_for_rounding() -> None:
         loss=lambda output, target: 1e4 * F.cross_entropy(output, target),
         optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
     )
-    certificates = paceline.verify(job, ["single accumulate=3", "shard=2"], steps=3, resume="no")
+    certificates = paceline.verify(job, ["single accumulate=3", "shard=2"], steps=3, restore="no")
 
     assert all(certificate.passed for certificate in certificates), "\n".join(
         c.describe() for c in certificates

@@ -80,7 +80,7 @@ def test_layers_are_updated_one_by_one(model: Any):
         job,
         ["server=2 workers=3", "server=1 workers=2 colocate=yes"],
         steps=3,
-        resume="no",
+        restore="no",
         timeout_s=TIMEOUT_S,
     ):
         assert certificate.passed, certificate.describe()

@@ -263,7 +263,7 @@ def test_plans_that_were_considered_are_listed(tmp_path: Path):
     ]
     predicted = {"step_s": 0.04, "considered": considered}
     (run / "predicted.json").write_text(json.dumps(predicted))
-    text = paceline.report(run, price=False).read_text()
+    text = paceline.report(run, other_plans=False).read_text()
     assert 'row">shard=2</th><td>1.50 of' in text
 
 
@@ -314,9 +314,9 @@ def test_a_page_replaces_pages_alone(tmp_path: Path, name: str, monkeypatch: pyt
     job.write_text("a job")
     monkeypatch.setattr("paceline.api.report._alternatives", None)
     for _ in range(2):
-        paceline.report(run, to=tmp_path / "new" / "page.html", price=False)
+        paceline.report(run, output=tmp_path / "new" / "page.html", other_plans=False)
     with pytest.raises(UsageError, match="can't write the page"):
-        paceline.report(run, to=tmp_path / name)
+        paceline.report(run, output=tmp_path / name)
     assert job.read_text() == "a job" and json.loads((run / "summary.json").read_text()) == SUMMARY
 
 

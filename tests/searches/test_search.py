@@ -384,9 +384,17 @@ def test_the_pareto_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_space_can_have_conditions(job: str, tmp_path: Path):
-    """A function of Optuna's trial, in the job's file, gives what depends on each other."""
+    """A function of Optuna's trial gives what depends on each other."""
+
+    def space(trial: Any) -> dict[str, Any]:
+        width = trial.suggest_int("width", 2, 4)
+        return {
+            "width": width,
+            "lr": trial.suggest_float("lr", 0.01, 0.1) if width > 2 else 0.05,
+        }
+
     study = pl.search(
-        job, 6, settings=WORKS, space="space", procs=2, run=tmp_path / "run", sampler="random"
+        job, 6, settings=WORKS, space=space, procs=2, run=tmp_path / "run", sampler="random"
     )
     for trial in study["trials"]:
         assert trial["params"]["width"] <= 4

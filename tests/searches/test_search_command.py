@@ -7,16 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from paceline.cli import app
+from called import call
 
 FIXED = ["--set", "fails=no", "--procs", "2"]
 
 
 def run(*words: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr."""
-    ran = CliRunner().invoke(app, [str(word) for word in words])
+    ran = call(*words)
     return ran.exit_code, ran.stdout, ran.stderr
 
 

@@ -170,6 +170,6 @@ def test_plans_are_what_one_device_computes(plan: str):
         steps=2,
         precision="float64",
     )
-    certificates = paceline.verify(job, [f"{plan} recompute=selective"], resume="no")
+    certificates = paceline.verify(job, [f"{plan} recompute=selective"], restore="no")
 
     assert [certificate.verdict for certificate in certificates] == ["passed"]

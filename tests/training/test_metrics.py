@@ -334,5 +334,5 @@ def lone(samples: list[Any]) -> Any:
 
 def test_verify_compares_them() -> None:
     assert all(
-        each.passed for each in paceline.verify(make_job(WHOLES), ["data=2"], steps=2, resume="no")
+        each.passed for each in paceline.verify(make_job(WHOLES), ["data=2"], steps=2, restore="no")
     )

@@ -99,6 +99,9 @@ def audit(run: str | Path) -> Audit:
     order that the seed gives; and the cursors in the checkpoints and in the summary. A window that
     is still incomplete at the end of the last epoch does not count as a loss.
 
+    Args:
+        run: The folder of a trained run.
+
     Raises:
         UsageError: the folder has no journal.
     """

@@ -22,16 +22,24 @@ USUAL_RANK = 16  # rank of suggested adapters, if training all weights needs too
 
 @dataclass(frozen=True)
 class FineTuning:
-    """A fine-tuning run, with the settings that a plan depends on."""
+    """A fine-tuning run, with the settings that a plan depends on.
 
-    # a folder with a config.json, such a file, or a type of model such as "llama" in its usual size
-    source: str
+    Args:
+        hf: A folder with a config.json, such a file, or a type of model such as "llama" in its usual
+            size.
+        batch: Samples of a step, with --hf.
+        sequence: Tokens of a sample, with --hf.
+        lora: Rank of peft's adapters, with --hf; by default all weights are trained. The adapters are
+            on the layers that peft names for the model.
+        dtype: float32, bfloat16 or float16 weights, with --hf; by default what the configuration says.
+            It is float32 if the configuration says nothing.
+    """
+
+    hf: str
     batch: int = 8
-    sequence: int = 1024  # tokens of a sample
-    # rank of peft's adapters, on the layers that peft names for the model; None trains all weights
+    sequence: int = 1024
     lora: int | None = None
-    # dtype of the model's weights; "" for the configuration's, or float32 if it names none
-    weights: str = ""
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -41,9 +49,9 @@ class FineTuning:
         ):
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
-        if self.weights not in ("", "float32", "bfloat16", "float16"):
+        if self.dtype not in ("", "float32", "bfloat16", "float16"):
             raise UsageError(
-                f"--weights {self.weights}: {nearest(self.weights, ['float32', 'bfloat16', 'float16'])}"
+                f"--dtype {self.dtype}: {nearest(self.dtype, ['float32', 'bfloat16', 'float16'])}"
             )
 
     def job(self) -> Job:
@@ -56,11 +64,11 @@ class FineTuning:
         """
         import torch
 
-        config, dtype = self._config(), self.dtype
+        config, dtype = self._config(), self.weights_dtype
         kind = _language_model(config)
         if self.sequence > (room := _positions(config, kind, self.sequence)):
             raise UsageError(
-                f"--hf {self.source} has {room:,} positions, and --sequence is {self.sequence:,}",
+                f"--hf {self.hf} has {room:,} positions, and --sequence is {self.sequence:,}",
                 hint=f"--sequence {room}",
             )
         if self.lora is not None:
@@ -81,10 +89,10 @@ class FineTuning:
         )
 
     @property
-    def dtype(self) -> str:
+    def weights_dtype(self) -> str:
         """The dtype of the model's weights."""
         stated = self._config().dtype
-        return self.weights or str(stated or "float32").removeprefix("torch.")
+        return self.dtype or str(stated or "float32").removeprefix("torch.")
 
     def smaller(self, cluster: Cluster) -> list[list[Attempt]]:
         """Return changes of the job that need less memory, by kind, each from small to large."""
@@ -92,9 +100,9 @@ class FineTuning:
         def attempt(change: FineTuning) -> Any:
             return lambda: (PlanningProblem.of(change.job(), device=cluster.first_here), cluster)
 
-        halves = [replace(self, weights="bfloat16")] if self.dtype == "float32" else []
+        halves = [replace(self, dtype="bfloat16")] if self.weights_dtype == "float32" else []
         adapters = (
-            [replace(self, lora=USUAL_RANK, weights="bfloat16")]
+            [replace(self, lora=USUAL_RANK, dtype="bfloat16")]
             if self.lora is None
             else [
                 replace(self, lora=rank)
@@ -108,10 +116,10 @@ class FineTuning:
             if self.sequence // times >= SHORTEST
         ]
         return [
-            [("--weights bfloat16", attempt(change)) for change in halves],
+            [("--dtype bfloat16", attempt(change)) for change in halves],
             [
                 (
-                    f"--lora {change.lora}" + (" --weights bfloat16" if self.lora is None else ""),
+                    f"--lora {change.lora}" + (" --dtype bfloat16" if self.lora is None else ""),
                     attempt(change),
                 )
                 for change in adapters
@@ -121,7 +129,7 @@ class FineTuning:
 
     def _config(self) -> Any:
         transformers = _imported("transformers")
-        path = Path(self.source).expanduser()
+        path = Path(self.hf).expanduser()
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
             stated = read(file)
@@ -133,18 +141,18 @@ class FineTuning:
                 raise UsageError(
                     f"{file} has no model_type: it is no configuration of Transformers"
                 )
-        elif path.exists() or "/" in self.source:
+        elif path.exists() or "/" in self.hf:
             raise UsageError(
-                f"--hf {self.source}: there is no config.json, and nothing is downloaded",
+                f"--hf {self.hf}: there is no config.json, and nothing is downloaded",
                 hint="huggingface-cli download NAME config.json --local-dir FOLDER fetches one",
             )
         else:
-            kind, fields = self.source, {}
+            kind, fields = self.hf, {}
         known = list(transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
         if kind not in known:
             close = nearest(kind, known)
             raise UsageError(
-                f"--hf {self.source}: no type of model, {close if 'mean' in close else 'nor a folder'}".partition(
+                f"--hf {self.hf}: no type of model, {close if 'mean' in close else 'nor a folder'}".partition(
                     "? Known"
                 )[0],
                 hint="a folder with config.json, or a type such as llama",
@@ -153,7 +161,7 @@ class FineTuning:
             config = transformers.AutoConfig.for_model(kind, **fields)
         except Exception as error:  # each type of model checks its fields in its own way
             raise UsageError(
-                f"--hf {self.source}: Transformers refuses this configuration: {error}"
+                f"--hf {self.hf}: Transformers refuses this configuration: {error}"
             ) from error
         config.use_cache = False
         return config

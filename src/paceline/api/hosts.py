@@ -14,6 +14,7 @@ from typing import Any
 from paceline.api.plan_choice import is_auto
 from paceline.base.errors import UsageError
 from paceline.launch.hosts.host_process import Host
+from paceline.launch.hosts.liveness import MOST_SILENCE_S
 from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.fault_policy import RESTARTS
 from paceline.planner.resized import resized
@@ -26,10 +27,10 @@ def train_on_hosts(
     plan: str | Plan | None,
     train: Callable[..., Any],
     *,
-    run: str | Path | None,
-    procs: int | None,
-    patience_s: float,
-    restarts: int | None,
+    run: str | Path | None = None,
+    procs: int | None = None,
+    timeout_s: float = MOST_SILENCE_S,
+    restarts: int | None = None,
 ) -> dict[str, Any] | None:
     """Train as this host's part of a run, until the run has ended.
 
@@ -72,13 +73,13 @@ def train_on_hosts(
     def body() -> None:
         train(plans[int(os.environ["WORLD_SIZE"])])
 
-    meeting = MeetingPlace(place, patience_s=patience_s)
+    meeting = MeetingPlace(place, patience_s=timeout_s)
     try:
         run_host(
             meeting,
             num_ranks,
             body,
-            patience_s=patience_s,
+            patience_s=timeout_s,
             restarts=RESTARTS if restarts is None else restarts,
         )
     except RankFailed as failed:

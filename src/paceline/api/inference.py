@@ -67,6 +67,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compute the validation loss and metrics of a run's newest checkpoint.
 
+    Args:
+        run: The folder of a trained run.
+        plan, devices, timeout_s: As in `train`.
+
     Returns:
         {"plan", "step", "samples", "validation_loss", "metrics"}.
 
@@ -117,14 +121,15 @@ def predict(
     other.
 
     Args:
-        input: `.npy` or `.csv` with one sample per row, or `.npz` or `.safetensors` with one tensor
-            per argument. Rows of a `.csv` are numbers between commas, semicolons or tabs; a first
+        run: The folder of a trained run.
+        input: A `.npy` or `.csv` file with one sample per row, or a `.npz` or `.safetensors` file with
+            one tensor per argument. Rows of a `.csv` are numbers between commas, semicolons or tabs; a first
             row of names is left out. Names of tensors become keyword arguments, or positional ones
             if they are 0, 1, ...
-        output: Where outputs go: `.npy` for one tensor, `.npz` and `.safetensors` for any number;
-            by default `DIR/predictions.npy` or `.safetensors`.
-        model: The model or follower that predicts, in a job with several; by default the job's only
-            model.
+        plan, devices, timeout_s: As in `train`.
+        output: The file of the outputs, by default `DIR/predictions.npy` or `.safetensors`. A `.npy`
+            holds one tensor, `.npz` and `.safetensors` any number.
+        model: The model or follower that predicts, in a job with several.
 
     Returns:
         {"plan", "step", "samples", "output", "shapes"}.

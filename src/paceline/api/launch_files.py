@@ -23,7 +23,6 @@ NOTICE_S = 120
 # a model.
 LAST_RANK_S = 600
 IMAGE = "paceline"  # the name under which this project's Dockerfile is built
-KINDS = ("slurm", "k8s", "sky", "ray", "docker")
 PORT = 29500  # the port where containers meet; torchrun's default
 # Options that only some kinds of files can express: the field, the option, the kinds.
 _OPTIONAL = (
@@ -179,13 +178,8 @@ def text(kind: str, request: LaunchRequest) -> str:
     """Return the text of the file for a kind of cluster.
 
     Raises:
-        UsageError: the kind is unknown, or the request lacks something or has something that this
-            kind can't express.
+        UsageError: the request lacks something or has something that this kind can't express.
     """
-    if kind not in KINDS:
-        raise UsageError(
-            f"'{kind}' is no kind of cluster that files are written for", hint=", ".join(KINDS)
-        )
     defaults = LaunchRequest(request.command)
     for name, option, kinds in _OPTIONAL:
         if kind not in kinds and getattr(request, name) != getattr(defaults, name):

@@ -64,18 +64,18 @@ def plan(
     """Rank the plans that a job allows on a cluster by predicted speed, or by cost.
 
     Args:
-        job: The job, a file that makes it, or the fine-tuning of a Transformers model.
-        cluster: A cluster, or a word for it: "local", "2xcpu", "8xH100", "16x8xH100", "2x24GB", or
-            a TOML file. On this machine plans may leave devices out.
-        relaxed: Whether a relaxed plan may be chosen.
-        price_per_hour: Of a device. Plans are then ranked by what a sample costs, and may leave
-            devices out.
-        mtbf_hours: Mean time between failures of a device. It decides the best interval between
-            checkpoints, and what each way to survive costs.
+        job: As in `train`, or the fine-tuning of a Transformers model.
+        cluster: A cluster, or a word for it: local, 2xcpu, 8xH100, 16x8xH100, 2x24GB, or a TOML file.
+            On this machine plans may leave devices out.
+        relaxed: Whether a relaxed plan may be chosen, which is not exact.
+        price_per_hour: What a device costs per hour; plans are then ranked by what a sample costs.
+            They may leave devices out.
+        mtbf_hours: Mean time between failures of a device, which says how often to save. It decides
+            also what each way to survive costs.
         repair_hours: Hours until a host or a GPU that failed is back.
         checkpoint_bytes_per_s: Bytes of a checkpoint that a device writes per second.
-        calibrate_s: Seconds for trials on this machine's CPUs: a few steps of the most promising
-            plans correct all prices. Trials of the last day count; 0 only predicts.
+        calibrate_s: Seconds for trials of the best plans on this machine's CPUs; 0 only predicts. A
+            few steps of the most promising plans correct all prices. Trials of the last day count.
 
     Raises:
         JobError: the job makes no sense.
@@ -190,7 +190,7 @@ def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Clu
     return PlanError(
         f"no plan uses all {count} devices: replicas (at most {limits.batch}, the batch), tensor (at most "
         f"{limits.tensor}) and stages (at most {max(1, limits.layers)}) must multiply to {count}",
-        hint="a larger batch or fewer devices; with --price PER_HOUR, plans may leave devices out",
+        hint="a larger batch or fewer devices; with --price-per-hour X, plans may leave devices out",
     )
 
 

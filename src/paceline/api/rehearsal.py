@@ -185,13 +185,13 @@ def rehearse(
     would resume it.
 
     Args:
-        plan: As in `train`.
+        job, plan: As in `train`.
         faults: Faults that strike the second run, each once: values, or texts such as "kill 1@50".
         random: The number of additional faults that the seed draws.
-        run: The folder for both runs, which are `undisturbed` and `disturbed` in it; by default a
-            new one in `runs/`.
-        save_every: Optimizer steps between checkpoints; by default there are five checkpoints per
-            run.
+        seed: The seed of the random faults.
+        run: The folder for both runs, by default a new one in `runs/`. They are `undisturbed` and
+            `disturbed` in it.
+        save_every: Optimizer steps between checkpoints, of which a run has five by default.
         timeout_s: Seconds without a sign of life after which a rank counts as hanging.
         request: "steps", "restarts", "devices", "procs", "memory", as in `train`.
 

@@ -143,9 +143,9 @@ def replay(
     equal to the bit in the first two steps and differ later are no matter of rounding.
 
     Args:
-        run: A run folder. Nothing in it is changed.
+        run: The folder of a trained run. Nothing in it is changed.
         step: The last step to compute, counted from 1.
-        plan: By default the one that the run took this step under. Under another plan no
+        plan: A plan, by default the one that the run took this step under. Under another plan no
             fingerprints are compared.
         job: The run's job, if the folder does not say which file it comes from.
         devices: As in `train`.

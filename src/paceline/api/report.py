@@ -10,6 +10,7 @@ from paceline.api.calibration import MOST_TRIALS, with_trials
 from paceline.api.known_trials import KnownTrials
 from paceline.api.links import with_links
 from paceline.base.errors import PacelineError, PlanError
+from paceline.base.signatures import renamed
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.gpu_use import apart_from_cuda
 from paceline.job.file import JobFile, open_job
@@ -27,25 +28,27 @@ from paceline.strategies.plan import Plan
 MOST_PLANS = 8  # plans that the page lists
 
 
-def report(run: str | Path, *, to: str | Path | None = None, price: bool = True) -> Path:
+@renamed(to="output", price="other_plans")
+def report(run: str | Path, *, output: str | Path | None = None, other_plans: bool = True) -> Path:
     """Write one HTML file that needs no network about a run, a search, or a proof. Return its path.
 
     Args:
-        run: A run folder, or that of a search or a verification.
-        to: The file; by default `report.html` in the folder.
-        price: Whether other plans are priced on this machine, without trying them, unless the run knows them because
-            its plan was chosen. This loads the run's job.
+        run: The folder of a run, a search or a verification.
+        output: The file, by default `report.html` in the folder.
+        other_plans: Whether other plans are priced on this machine, which loads the run's job. They are
+            not tried. Those that the run knows because its plan was chosen are not priced again.
 
     Raises:
         UsageError: the folder is none of these, the package that draws is missing, or the file can't be written.
     """
     path = Path(run)
+    to = None if output is None else Path(output)
     if to is not None:
-        prepare(Path(to))
+        prepare(to)
     return write(
         path,
-        to=None if to is None else Path(to),
-        alternatives=_considered(path) or (_alternatives(path) if price else None),
+        to=to,
+        alternatives=_considered(path) or (_alternatives(path) if other_plans else None),
     )
 
 
@@ -53,8 +56,11 @@ def compare(first: str | Path, second: str | Path, *, fail_if: Sequence[str] = (
     """Compare two runs.
 
     Args:
-        fail_if: Conditions such as "step_s>5%": the second run's figure is worse than the first
-            one's by more than that, and by more than chance explains.
+        first: The folder of a run.
+        second: The folder of another run.
+        fail_if: A condition such as "step_s>5%", under which the comparison fails. The second run's
+            figure is then worse than the first one's by more than that, and by more than chance
+            explains.
 
     Raises:
         UsageError: a folder is not that of a run that ended, or a condition can't be read.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.api.claims import claim
 from paceline.api.plan_choice import PlanChoice, is_auto
@@ -58,7 +58,7 @@ def train(
     loader_workers: int | None = None,
     timeout_s: float = 300.0,
     restarts: int | None = None,
-    on_spike: str | None = None,
+    on_spike: Literal["stop", "skip", "rewind"] | None = None,
     spares: int = 0,
     check: bool = True,
     log: str | Sequence[str] | None = None,
@@ -67,42 +67,44 @@ def train(
     """Train a job under a plan and leave a run folder.
 
     Args:
-        plan: A plan, its text or a plan file. By default, or as "auto", the fastest exact plan that
-            fits: predicted, and corrected by short runs if the run is long enough. Inside a
-            launcher the default is one replica per rank. A run that is resumed keeps its plan.
-        devices: Names such as "cpu:0,cpu:1"; by default this machine's GPUs, else one CPU rank per
-            core.
-        on: "ray", or "ray:HOST:PORT" of its head: use the nodes of a Ray cluster instead of this
+        job: A job, or the Python file of a function that makes one, which is `job` by default.
+        plan: A plan such as "data=2", or the name of a plan file. By default, or as "auto", the
+            fastest exact plan that fits: predicted, and corrected by short runs if the run is long
+            enough. Inside a launcher the default is one replica per rank. A run that is resumed
+            keeps its plan.
+        devices: Names such as cpu:0-1, cuda:0-3 or 2xcuda:0, which is one GPU for two ranks. By
+            default this machine's GPUs, else one CPU rank per core.
+        on: "ray", or "ray:HOST:PORT" of its head, uses the nodes of a Ray cluster instead of this
             machine.
-        procs: Number of ranks, if the plan doesn't say; contradicting it is an error.
-        memory: What each CPU rank may use, such as "512MiB", or one size per rank; a rank that
-            needs more is stopped.
+        procs: Number of ranks, if neither the plan nor the devices say it.
+        memory: What each CPU rank may use, such as 512MiB, or one size per rank. A rank that needs
+            more is stopped.
         steps: Optimizer steps instead of the job's own length.
         save_every: Optimizer steps between checkpoints; one is always written at the end.
-        keep: How many of the newest checkpoints stay, in addition to the one with the least
-            validation loss and those that `KeepBest` keeps; by default all.
-        trace: Number of steps, after the first, for which every rank's work is recorded in
-            `trace.json` (Perfetto) and `schedule.svg`.
+        keep: How many of the newest checkpoints stay; by default all. The one with the least
+            validation loss and those that `KeepBest` keeps stay, too.
+        trace: Number of steps whose work is recorded in `trace.json` (Perfetto) and `schedule.svg`,
+            on every rank and after the first step.
         run: The run folder; by default a new one in `runs/`. All hosts of a run must see it.
         resume: Go on from the newest valid checkpoint in the run folder, under this plan and these
             devices.
         loader_workers: Processes per rank that read samples ahead; 0 reads them in the rank. By
             default as many as the job's `DataLoader` has, or none.
-        timeout_s: Seconds without a sign of life from a rank after which the run is ended and the
-            rank named.
-        restarts: How often per run ranks that were killed, or hang, are started again. If the
-            others can go on without the rank, only this worker is started again; else all ranks,
-            from a copy of their state in memory or the newest checkpoint. By default 100; a
-            launcher such as torchrun starts ranks again itself.
-        on_spike: What to do if a step's loss or gradient norm is far above those before it, or not
-            finite: "stop", "skip" it, or "rewind" to the newest checkpoint and skip all samples
-            since. By default only a loss that is not finite stops the run; see docs/survive.md.
-        spares: How many GPUs of this machine are left without a rank. If a GPU fails, one of them
-            takes its place, and all ranks start again.
-        check: Whether separate ranks first take one step and compare it with one device; see
-            `proof/first_update.py`.
-        log: Where the run is logged in addition to its folder: one or several of "tensorboard",
-            "mlflow", "wandb" or "trackio", each with ":WHERE" if necessary; see docs/callbacks.md.
+        timeout_s: Seconds without a sign of life from a rank after which the run ends and names it.
+        restarts: How often ranks that were killed, or hang, are started again; by default 100 times
+            a run. If the others can go on without the rank, only this worker is started again; else
+            all ranks, from a copy of their state in memory or the newest checkpoint. A launcher
+            such as torchrun starts ranks again itself.
+        on_spike: What to do about a step whose loss or gradient is far above those before it. The
+            same is done if it is not finite. "stop" ends the run, "skip" leaves the step out,
+            "rewind" goes back to the newest checkpoint and skips all samples since. By default only
+            a loss that is not finite stops the run; see docs/survive.md.
+        spares: Number of GPUs without a rank, which take the place of those that fail. All ranks
+            then start again.
+        check: Whether the first update is compared with one device's before training. Separate
+            ranks do this; see `proof/first_update.py`.
+        log: Where else the run is logged: tensorboard, mlflow, wandb or trackio. Each may have
+            ":WHERE"; see docs/callbacks.md.
         table: Whether the figures are printed at the end.
 
     Raises:

@@ -20,6 +20,7 @@ from paceline.base.errors import (
     nearest,
     with_hint,
 )
+from paceline.base.signatures import renamed
 from paceline.base.temporary import temporary_folder
 from paceline.cluster.accelerators import gpus, unused
 from paceline.cluster.cluster import Cluster
@@ -189,13 +190,14 @@ def _as_dict(furthest: Furthest) -> dict[str, Any]:
     }
 
 
+@renamed(resume="restore")
 def verify(
     job: AnyJob,
     plans: Sequence[str | Plan] = (),
     *,
     steps: int = 4,
     run: str | Path | None = None,
-    resume: Resume = "short",
+    restore: Resume = "short",
     devices: str | None = None,
     timeout_s: float = 120.0,
 ) -> list[Certificate]:
@@ -207,16 +209,19 @@ def verify(
     docs/verify.md says how it is measured.
 
     Args:
-        plans: Plans or their texts; by default those of `EXACT_PLANS` for which the job has enough
-            samples and the named devices are enough.
-        run: A folder, created if necessary, for `certificate.json` and `certificate.txt`; without
+        job: As in `train`.
+        plans: A plan to prove; by default exact ones that suit the job. Those are the plans of
+            `EXACT_PLANS` for which the job has enough samples and the named devices are enough.
+        steps: Number of optimizer steps that are compared.
+        run: The folder of `certificate.json` and `certificate.txt`. It is created if necessary; without
             it none is written.
-        resume: Which plans also resume from a checkpoint that another plan wrote at an odd step. Of
-            the default plans these are the first on each axis ("short"), all ("full"), or none
-            ("no"). Plans that the user names all do, unless it is "no".
-        devices: Names such as "cuda:0-3". A plan uses as many as it has ranks, beginning with the
-            first one. The first one alone is what plans are compared with; a GPU then uses
+        restore: Which plans also go on from another plan's checkpoint: the first on each axis, all, or
+            none. The checkpoint is of an odd step. Plans that the user names all do, unless it is
+            "no".
+        devices: Names such as cuda:0-3, of which the first one is what plans are compared with. A plan
+            uses as many as it has ranks, beginning with the first one. A GPU then uses
             deterministic algorithms. By default CPUs, as many as each plan has ranks.
+        timeout_s: As in `train`.
 
     Raises:
         UsageError: a plan can't be read, doesn't suit the job or has more ranks than there are
@@ -225,7 +230,7 @@ def verify(
     """
     file, loaded = open_job(job)
     source = file.to_dict() if run is not None and file is not None else None
-    _check(steps, resume)
+    _check(steps, restore)
     named = _devices_here(devices)
     chosen = [Plan.read(plan) for plan in plans] or _plans_that_fit(loaded, named)
     _check_ranks(chosen, named)
@@ -235,7 +240,7 @@ def verify(
     length = loaded.total_steps
     assert length is not None
     saved_step = (
-        max((step for step in range(1, length) if step % 2), default=0) if resume != "no" else 0
+        max((step for step in range(1, length) if step % 2), default=0) if restore != "no" else 0
     )
     written = writable(Path(run)) if run is not None else None
     with temporary_folder("verify") as folder:
@@ -243,7 +248,7 @@ def verify(
             loaded, folder, saved_step=saved_step, timeout_s=timeout_s, devices=named
         )
         proof = Proof(loaded, folder, saved_step, reference["figures"], timeout_s, named)
-        hops = _hopping(chosen) if resume == "short" and not plans else set(range(len(chosen)))
+        hops = _hopping(chosen) if restore == "short" and not plans else set(range(len(chosen)))
         certificates = list(
             _certificates(
                 proof, chosen, reference, hops=hops if saved_step else set(), asked_for=bool(plans)
@@ -271,11 +276,11 @@ def _remember(
             checks.remember(source, resolved, verdict=each.verdict, reason=each.coupling or "")
 
 
-def _check(steps: int, resume: str) -> None:
+def _check(steps: int, restore: str) -> None:
     if steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
-    if resume not in get_args(Resume):
-        raise UsageError(f"resume {resume!r}: {nearest(resume, get_args(Resume))}")
+    if restore not in get_args(Resume):
+        raise UsageError(f"restore {restore!r}: {nearest(restore, get_args(Resume))}")
 
 
 def _shortened(job: Job, steps: int) -> Job:

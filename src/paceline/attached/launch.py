@@ -49,12 +49,12 @@ def run(
     """Run a script that calls `pl.attach` on every rank of a plan, and leave a run folder.
 
     Args:
-        script: A Python file. Each rank runs it as `__main__`.
-        plan: A plan, its text or a plan file; by default one replica a device.
-        arguments: Of the script, in `sys.argv`.
+        script: A Python file that calls `pl.attach`. Each rank runs it as `__main__`.
+        plan: A plan such as "data=2", or the name of a plan file; by default one replica a device.
+        arguments: The script's own arguments, in `sys.argv`.
         run, resume, timeout_s, restarts, log: As for `paceline.train`.
-        check: Whether the first update is compared with one device's before the run, if its loss is a function; see
-            `first_update.py`.
+        check: Whether the first update is compared with one device's, if its loss is a function. This
+            is done before the run; see `first_update.py`.
         options: `devices`, `procs` and `memory` as there, and fields of `Settings`.
 
     Returns:

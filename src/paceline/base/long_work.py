@@ -1,6 +1,6 @@
 """Signs of a rank that a long piece of its work makes progress.
 
-A rank that gives no sign of life for `--patience` seconds is taken for hung. Reading or writing a
+A rank that gives no sign of life for `--timeout` seconds is taken for hung. Reading or writing a
 checkpoint can take longer than that, so code that does it gives a sign after each part:
 
     for part in parts:

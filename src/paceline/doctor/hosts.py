@@ -96,7 +96,7 @@ def place_here() -> HostPlace:
             started.rank, started.world_size, started.master_address, started.master_port
         )
     raise ClusterError(
-        "--hosts is about several hosts, and nothing says which one this is",
+        "--between-hosts is about several hosts, and nothing says which one this is",
         hint="run it on each host as you run train: inside Slurm, Kubeflow or SkyPilot, or with "
         "PET_NNODES=2 PET_NODE_RANK=0 PET_MASTER_ADDR=HOST PET_MASTER_PORT=29500",
     )
@@ -248,7 +248,7 @@ def _await(store: Any, keys: Sequence[str], timeout_s: float) -> None:
         if time.monotonic() > deadline_s:
             raise PeerLost(
                 f"nothing was heard of host {', '.join(missing)} for {timeout_s:g} s",
-                hint="start the command on every host; --patience SECONDS waits longer",
+                hint="start the command on every host; --timeout SECONDS waits longer",
             )
         time.sleep(0.05)
 

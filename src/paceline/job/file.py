@@ -172,14 +172,6 @@ class JobFunction:
             for name, parameter in _parameters(self.function).items()
         }
 
-    def neighbour(self, name: str) -> Callable[..., Any]:
-        """Return another function of the same file.
-
-        Raises:
-            JobError: there is none of that name.
-        """
-        return _function(sys.modules[self.function.__module__], name, self.path)
-
     def job(self, settings: Mapping[str, Any]) -> Job:
         """Build the job with these settings. Names with a dot are choices inside its model.
 

@@ -32,7 +32,7 @@ from paceline.strategies.plan import Plan
 # a host was given up; and with a host that has joined, after the save. Medians measured on two
 # cores: 3.7 to 3.9 s; 9.9 and 10.3 s with a patience of 4 s; 4.2 s.
 REPLACED_S, LEFT_S, JOINED_S = 3.8, 6.1, 4.2
-SILENCE_S = MOST_SILENCE_S  # seconds until a host is given up: the default of --patience
+SILENCE_S = MOST_SILENCE_S  # seconds until a host is given up: the default of --timeout
 MOST_FEWER = 8  # most hosts that a run may lack; a plan is priced for each number
 MANY_RANKS = 512  # Larger runs may lack only one host: `resized` takes 2 to 12 s for 16,000 ranks.
 

@@ -257,7 +257,7 @@ class _Attempts:
                     f"plan '{self.run.plan}' needs {_needed(self.run.plan, nodes)}, and the nodes that are "
                     f"left, {_listed(nodes)}, have too few for {self.run.timeout_s:g} s",
                     hint="the same command with --resume goes on when nodes are back, or with a smaller "
-                    "plan now; --patience SECONDS waits longer",
+                    "plan now; --timeout SECONDS waits longer",
                 )
             if not is_told:
                 is_told = True

@@ -54,7 +54,7 @@ def search(
     limits: Sequence[str] = (),
     settings: Mapping[str, Any] = {},
     vary: Mapping[str, str] = {},
-    space: str | Callable[[Any], Mapping[str, Any]] | None = None,
+    space: Callable[[Any], Mapping[str, Any]] | None = None,
     plan: str | Plan | Callable[[Mapping[str, Any]], str] | None = None,
     devices: str | None = None,
     procs: int | None = None,
@@ -72,37 +72,38 @@ def search(
     """Search a job's hyperparameters and its model's choices.
 
     Args:
-        job: A function that returns a Job, or the file of one. Parameters with annotated domains in
-            its signature are varied.
-        trials: The number of trials that the study has at its end, including those of earlier parts
-            and of other machines.
-        objective: "NAME", which is minimised, or "NAME:max": validation_loss (the default), a
-            metric, loss, samples_per_s, parameters, step_ms, memory_mb. Several objectives give a
-            Pareto front; pruning uses only one objective.
-        limits: Such as "step_ms<=2": trials beyond a limit are refused before they are trained.
-            Possible figures are parameters, step_ms and memory_mb.
+        job: The Python file of a function that makes a job, which is `job` by default, or the
+            function. Parameters with annotated domains in its signature are varied.
+        trials: Number of trials that the study has at its end. Those of earlier parts and of other
+            machines count, too.
+        objective: What is minimised, or with NAME:max maximised; by default validation_loss. Others are
+            a metric, loss, samples_per_s, parameters, step_ms and memory_mb. Several objectives
+            give a Pareto front; pruning uses only one objective.
+        limits: A limit such as "step_ms<=2", on parameters, step_ms or memory_mb. Trials beyond it are
+            refused before they are trained.
         settings: Parameters and choices that are fixed.
-        vary: Domains by parameter, instead of the signature's: "1e-5..1e-1:log", "2..8",
-            "relu,gelu".
-        space: A function of Optuna's trial, or its name in the job's file, that returns parameters
-            which depend on each other.
-        plan: The plan of each trial, "auto" for the planner's choice on the fewest devices that
-            hold it, or a function of the trial's parameters. By default one device per trial.
-        devices: The devices that trials share; see `train`.
-        procs: Ranks that run at a time; see `train`. With `ray`, per node.
-        memory: Of each rank; see `train`.
-        ray: "auto" or HOST:PORT of a Ray cluster, on a machine of it: trials run on its nodes, each
-            within one node. All nodes must see the job's file and the run folder.
+        vary: A parameter and its domain, such as lr=1e-5..1e-1:log, layers=2..8 or act=relu,gelu. It is
+            used instead of the signature's.
+        space: A function of Optuna's trial that returns parameters which depend on each other.
+        plan: The plan of each trial; "auto" lets the planner choose. It chooses one on the fewest
+            devices that hold the trial. A function of the trial's parameters can give the plan,
+            too. By default one device per trial.
+        devices: The devices that trials share, named as for `train`.
+        procs: Number of ranks that run at a time; with `ray`, per node.
+        memory: As in `train`.
+        ray: The address of a Ray cluster on whose nodes trials run: auto, or HOST:PORT. The search runs
+            on a machine of it, and each trial within one node. All nodes must see the job's file
+            and the run folder.
         sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
         pruner: none, median (the default with one objective), halving, hyperband, or one of
             Optuna's.
-        storage: A database's URL, which machines may share; by default a journal file in the run
-            folder.
+        storage: The URL of a database, which machines may share; by default a file in the run folder.
         study: The study's name in the database; by default the run folder's.
-        seed: Of the sampler.
+        seed: The seed of the sampler.
         run: The folder for all results; by default a new folder in `runs/`.
         resume: Go on with the study of the run folder. Trials that a killed search left are started
             again.
+        timeout_s: As in `train`.
 
     Raises:
         UsageError: the request makes no sense; nothing was trained.
@@ -114,7 +115,6 @@ def search(
     _check(trials, settings, resumes_nothing=resume and run is None)
     domains = read(function, settings=settings, vary=vary)
     objectives, bounds = parse_objectives(objective), tuple(map(Limit.parse, limits))
-    define = function.neighbour(space) if isinstance(space, str) else space
     machine: Any = {"devices": devices, "procs": procs, "memory": memory, "timeout_s": timeout_s}
     site = here(function, **machine) if ray is None else on_ray(ray, source, **machine)
     request = Request(
@@ -123,7 +123,7 @@ def search(
         bounds,
         trials,
         _plan_of(plan, site),
-        _checked(define, function),
+        _checked(space, function),
         memory,
         source,
     )

@@ -139,7 +139,7 @@ class Peers:
                 raise PeerLost(
                     f"server {number} has said nothing for {patience_s / 2:g} s",
                     rank=number,
-                    hint="--patience SECONDS allows longer pauses",
+                    hint="--timeout SECONDS allows longer pauses",
                 )
         may_come = (
             self.context.restarts or len({peer.number for peer in self.joined}) < self.sync.workers

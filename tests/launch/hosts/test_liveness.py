@@ -310,7 +310,7 @@ def test_a_hub_that_can_not_be_reached_is_told(start_ranks: Any, monkeypatch: py
     assert [rank.exit_code() for rank in ranks] == [0, 0]
     assert (
         "rank 1 can't reach rank 0" in ranks[1].stderr
-        and "after --patience 600 s" in ranks[1].stderr
+        and "after --timeout 600 s" in ranks[1].stderr
     )
 
 

@@ -63,7 +63,7 @@ def test_a_rank_stuck_in_its_own_code():
             "rank 1 did not reach the collective that the others wait for in 60 s; "
             "rank 0, 2 waited for it"
         )
-        assert str(failure.hint).startswith("--patience SECONDS")
+        assert str(failure.hint).startswith("--timeout SECONDS")
         assert failure.trace == "Stack of rank 1:\n  File x, line 1"
         assert (failure.exit_code, failure.heard) == (PeerLost.exit_code, False)
 

@@ -160,5 +160,5 @@ def test_it_is_refused_where_ranks_hold_only_what_is_trained(plan: str, tmp_path
 def test_verify_compares_evaluations_of_it(tmp_path: Path) -> None:
     assert all(
         each.passed
-        for each in paceline.verify(optimizer_job(averaging), ["data=2"], steps=2, resume="no")
+        for each in paceline.verify(optimizer_job(averaging), ["data=2"], steps=2, restore="no")
     )

@@ -186,7 +186,7 @@ def test_every_plan_computes_what_a_loop_by_hand_does(
 
 
 def test_verify_certifies_it(teacher: Path) -> None:
-    (certificate,) = pl.verify(make_job(teacher), ["data=2"], steps=3, resume="no")
+    (certificate,) = pl.verify(make_job(teacher), ["data=2"], steps=3, restore="no")
     assert certificate.verdict == "passed"
 
 
@@ -270,7 +270,7 @@ def test_a_model_may_be_trained_in_some_steps_alone(tmp_path: Path) -> None:
         validate=None,
         optimizers={"student": adam, "head": adam},
     )
-    (certificate,) = pl.verify(job, ["data=2"], steps=2, resume="no")
+    (certificate,) = pl.verify(job, ["data=2"], steps=2, restore="no")
     assert certificate.verdict == "passed"
     assert recorded(job, 2).in_losses == {"head"}  # in no loss of the first step
     with pytest.raises(PlanRefused, match="a loss runs 'head'"):

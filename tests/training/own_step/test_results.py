@@ -122,7 +122,7 @@ def test_a_step_goes_on_with_its_loss_and_outputs(plan: str, tmp_path: Path) -> 
 
 
 def test_verify_and_the_trial_give_a_step_the_same() -> None:
-    (certificate,) = pl.verify(made(learns), ["data=2"], steps=2, resume="no")
+    (certificate,) = pl.verify(made(learns), ["data=2"], steps=2, restore="no")
     assert certificate.verdict == "passed", certificate.reason
     assert recorded(made(learns), 4).inputs["judge"].shape == (4, 2)
 
@@ -208,7 +208,7 @@ def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
     assert rows == [pytest.approx(row, rel=1e-12) for row in logged_by_hand(job)]
     assert "  inside " in (tmp_path / "logs" / "rank-0.log").read_text()
     if plan == PLANS[0]:
-        assert "of the first rank" in pl.report(tmp_path, price=False).read_text()
+        assert "of the first rank" in pl.report(tmp_path, other_plans=False).read_text()
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,7 @@ def test_a_total_keeps_its_scale_as_the_loss_of_a_job(plan: str, tmp_path: Path)
 def test_verify_takes_a_total() -> None:
     """By one device that is told of it, too."""
     job = made(sums, optimizers={"net": slow, "judge": slow})
-    (certificate,) = pl.verify(job, ["data=2"], steps=2, resume="no")
+    (certificate,) = pl.verify(job, ["data=2"], steps=2, restore="no")
     assert certificate.verdict == "passed", certificate.reason
 
 

@@ -83,7 +83,7 @@ def _unmet(environment: Environment, why: str) -> PacelineError:
         f"rank {environment.rank} can't meet the {environment.world_size} ranks of this run at "
         f"{environment.master_address}:{port}: {why}",
         hint="MASTER_ADDR must be the host of rank 0 and MASTER_PORT free there before the start; "
-        "--patience SECONDS waits longer for ranks that start late",
+        "--timeout SECONDS waits longer for ranks that start late",
     )
 
 
@@ -128,7 +128,7 @@ def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -
                 raise PeerLost(
                     f"rank {environment.rank} has waited {timeout_s:g} s for rank 0, which gave no sign of "
                     "life",
-                    hint="its own log says why, if it has ended; --patience SECONDS waits longer",
+                    hint="its own log says why, if it has ended; --timeout SECONDS waits longer",
                 )
             time.sleep(_POLL_S)
 
@@ -310,7 +310,7 @@ def _join_liveness(
     except OSError as error:
         print(
             f"warning: rank {environment.rank} can't reach rank 0 at {address}:{port} ({error}): "
-            f"it notices after --patience {timeout_s:g} s, not at once, if a rank dies",
+            f"it notices after --timeout {timeout_s:g} s, not at once, if a rank dies",
             file=sys.stderr,
             flush=True,
         )

@@ -305,7 +305,7 @@ def hang_failure(
         where=position["where"],
         trace=trace,
         time_s=time.time(),
-        hint="--patience SECONDS allows longer pauses",
+        hint="--timeout SECONDS allows longer pauses",
     )
 
 
