@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from paceline.base.errors import PlanError
 from paceline.strategies.compress.keys import COMPRESSIONS
 from paceline.strategies.conflicts import check
+from paceline.strategies.key_registry import KEYS
 from paceline.strategies.local.keys import OUTERS, Local
 from paceline.strategies.plan import AllReduce, Axes, Modifiers, Plan, Schedule
 from paceline.strategies.stages.keys import SCHEDULES
@@ -130,6 +131,28 @@ def test_words_of_other_tools(word: str, keys: str):
 
 
 @pytest.mark.parametrize(
+    ("words", "plan"),
+    [
+        ("fsdp=2 tp=2", "shard=2 tensor=2"),
+        ("ddp", "data=2"),
+        ("ps=1", "server=1 workers=2"),
+        ("ddp=4 accumulate=2 data=2", "data=2 accumulate=2"),
+        ("local_sgd=8 data=4", "local=8 data=4"),
+        ("dta=2 tp=2", "data=2 tensor=2"),
+        ("cp=2", None),
+        ("ep=2 data=2", None),
+    ],
+)
+def test_words_of_other_tools_are_answered_with_a_plan(words: str, plan: str | None):
+    """Each word has its line; the hint is the plan that means all of them, where there is one."""
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(words)
+    unknown = [word for word in words.split() if word.partition("=")[0] not in KEYS]
+    assert len(caught.value.args[0].splitlines()) == len(unknown)
+    assert caught.value.hint == (None if plan is None else f'--plan "{plan}"')
+
+
+@pytest.mark.parametrize(
     ("text", "canonical", "world_size"),
     [
         ("single", "single", 1),
@@ -155,12 +178,16 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
     [
         (
             "shrad=2",
-            "unknown plan key 'shrad', did you mean 'shard'? Known: pipeline, place, parts, data, shard, tensor",
+            "unknown plan key 'shrad', did you mean 'shard'?\n\nhint: --plan \"shard=2\"",
         ),
-        ("singel", "did you mean 'single'?"),
+        ("singel", "did you mean 'single'?\n\nhint: --plan \"single\""),
+        (
+            "nothing=2 data=2",
+            "unknown plan key 'nothing', known: pipeline, place, parts, data, shard",
+        ),
         ("data", "plan key 'data' needs a value"),
         ("data=", "needs a value"),
-        ("data=two", "data=two is not a whole number"),
+        ("data=two", "data=two is not a whole number\n\nhint: data=2"),
         ("data=-1", "data=-1 is not a whole number"),
         ("data=2.5", "data=2.5 is not a whole number"),
         ("data=0", "data=0 must be a whole number of at least 1"),
@@ -257,7 +284,7 @@ def test_choices_that_do_not_compose_are_refused(text: str, message: str):
 
 def test_everything_wrong_with_a_plan_is_said_at_once():
     """Two wrong values make one message."""
-    with pytest.raises(PlanError, match=r"data=0 must be .*; accumulate=0 must be"):
+    with pytest.raises(PlanError, match=r"data=0 must be .*\naccumulate=0 must be"):
         Plan.parse("data=0 accumulate=0")
 
 

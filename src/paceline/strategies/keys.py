@@ -62,7 +62,7 @@ def count(
         record,
         default,
         letter,
-        lambda name, text: whole_number(name, text, allowed=letter),
+        lambda name, text: whole_number(name, text, allowed="2"),
         lambda value: (
             "" if is_count(value) else f"{name}={value} must be a whole number of at least 1"
         ),

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,7 +30,7 @@ from paceline.strategies.plan_fields import (
     Schedule,
     Synchronisation,
 )
-from paceline.strategies.plan_words import meant
+from paceline.strategies.plan_words import in_our_words, meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,7 @@ class Plan(PlanFields):
         problems = _problems(self)
         if problems:
             raise PlanError(
-                "; ".join(problems),
-                hint="the keys of a plan are "
-                + ", ".join(f"{name}={spec.allowed}" for name, spec in keys().items()),
+                "\n".join(problems), hint="`paceline docs plans` names the page about all keys"
             )
 
     @property
@@ -109,7 +108,7 @@ class Plan(PlanFields):
             if name in ("single", "auto"):
                 raise PlanError(f"'{name}' takes no value, got '{word}'")
             if (spec := key(name)) is None:
-                raise _unknown(name, [*keys(), "single", "auto"])
+                raise _unknown(words)
             if not equals or not value:
                 raise PlanError(f"plan key '{name}' needs a value", hint=f"{name}={spec.allowed}")
             if name in values:
@@ -129,7 +128,7 @@ class Plan(PlanFields):
         """Make a plan from its keys: `Plan.of(data=2, accumulate="auto")`."""
         for name in values:
             if key(name) is None:
-                raise _unknown(name, list(keys()))
+                raise _unknown([f"{name}={as_text(value)}" for name, value in values.items()])
         completed: Mapping[str, Any] = values
         for plan_keys in BUILT_IN:
             completed = plan_keys.complete(completed)
@@ -213,16 +212,30 @@ _SYNC_OF: dict[str, type[Synchronisation]] = {
 }
 
 
-def _unknown(name: str, known: list[str]) -> PlanError:
-    """Make the error for an unknown key.
+def _unknown(words: list[str]) -> PlanError:
+    """Make the error for a plan's unknown keys.
 
-    If another tool uses the word, the message names the right key.
+    The message has a line for each of them, and the hint is the plan to type if there is one.
     """
-    if (words := meant(name)) is not None:
-        return PlanError(
-            f"'{name}' is no plan key: {words}", hint="known keys: " + ", ".join(known)
-        )
-    return PlanError(f"unknown plan key '{name}', {nearest(name, known)}")
+    known, lines = [*keys(), "single", "auto"], []
+    typed: dict[str, str] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in known or key(name) is not None:
+            typed[name] = word
+            continue
+        close = get_close_matches(name, known, 1, 0.5)
+        if (sentence := meant(name)) is not None:
+            lines.append(f"'{name}' is no plan key: {sentence}")
+            own = in_our_words(sentence, value).split()
+        else:
+            ending = f"did you mean '{close[0]}'?" if close else nearest(name, known)
+            lines.append(f"unknown plan key '{name}', {ending}")
+            own = [word.replace(name, key, 1) for key in close]
+        for each in own or [""]:
+            typed.setdefault(each.partition("=")[0], each)
+    plan = " ".join(typed.values())
+    return PlanError("\n".join(lines), hint=None if "" in typed else f'--plan "{plan}"')
 
 
 def _others(values: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:

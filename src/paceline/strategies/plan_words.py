@@ -97,7 +97,7 @@ _MEANT = {
     ),
     **dict.fromkeys(
         ("nproc", "nprocpernode", "worldsize", "gpus", "devices", "numprocesses"),
-        f"the number of ranks follows from a plan's axes: {_REPLICAS}",
+        f"{_REPLICAS}; the number of ranks follows from a plan's axes",
     ),
 }
 
@@ -113,3 +113,14 @@ def meant(word: str) -> str | None:
     plain = re.sub(r"[^a-z0-9]", "", word.lower())
     shorter = re.sub(r"(parallel(ism)?)?(size|degree)?$", "", plain)
     return _MEANT.get(plain) or _MEANT.get(shorter)
+
+
+def in_our_words(sentence: str, value: str) -> str:
+    """Return the plan that a sentence of `meant` begins with, with numbers for its capital letters:
+    the given value for the first one; "" if it begins with none.
+
+    >>> in_our_words("'server=S workers=W' has S parameter servers and W workers", "1")
+    'server=1 workers=2'
+    """
+    plan = "".join(re.findall(r"^'([^']+)'", sentence))
+    return re.sub(r"\b[A-Z]\b", "2", re.sub(r"\b[A-Z]\b", value or "2", plan, count=1))
