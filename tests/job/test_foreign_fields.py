@@ -86,6 +86,23 @@ def test_what_to_write_instead(changes: dict[str, Any], message: str):
     assert message in str(caught.value)
 
 
+def test_several_foreign_names_have_a_line_each():
+    """Nothing is said twice, and the job's own name comes first."""
+    with pytest.raises(JobError) as caught:
+        Job(**FIELDS, net=nn.Identity, batch_size=4, lr=0.1)
+    assert [line.partition(": ")[2][:28] for line in str(caught.value).splitlines()] == [
+        "it is called model= here",
+        "it is called batch= here",
+        "the learning rate is the opt",
+    ]
+
+
+def test_an_optimizer_in_place_of_its_function_is_said_once():
+    with pytest.raises(JobError) as caught:
+        Job(**FIELDS | {"optimizer": torch.optim.AdamW([PARAMETER])})
+    assert len(str(caught.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

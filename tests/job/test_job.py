@@ -163,7 +163,7 @@ def test_figures_that_are_named_as_the_runs_own_are_refused(
 
 def test_everything_wrong_with_a_job_is_said_at_once():
     """Two wrong fields make one message."""
-    with pytest.raises(JobError, match=r"batch must be .*; seed must be"):
+    with pytest.raises(JobError, match=r"batch must be .*\nseed must be"):
         make(batch=0, seed="x")
 
 

@@ -436,7 +436,7 @@ def _values(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[s
             str(parameter.replace(annotation=kinds[name])) for name, parameter in named.items()
         )
         raise JobError(
-            "; ".join(problems),
+            "\n".join(problems),
             hint=f"the job is {getattr(function, '__name__', 'job')}({signature})",
         )
     return values

@@ -21,6 +21,7 @@ _MEANT = {
         ("batch_size", "global_batch_size", "per_device_train_batch_size", "train_batch_size"),
         "batch=",
     ),
+    **dict.fromkeys(("net", "network", "module", "nn_module"), "model="),
     **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs"), "epochs="),
     **dict.fromkeys(("max_steps", "num_steps", "iterations", "total_steps"), "steps="),
     **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "grad_clip"), "clip="),
@@ -95,7 +96,7 @@ def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., Non
     def explaining(job: Any, *args: Any, **given: Any) -> None:
         if unknown := [name for name in given if name not in fields]:
             raise JobError(
-                "; ".join(
+                "\n".join(
                     f"a job has no field '{name}': {_advice(name, fields)}" for name in unknown
                 )
             )

@@ -137,7 +137,7 @@ class Job:
     def __post_init__(self) -> None:
         problems = list(_phase_problems(self))
         if problems:
-            raise JobError("; ".join(problems))
+            raise JobError("\n".join(problems))
         if isinstance(self.batch, Phases):
             object.__setattr__(self, "batch", BatchSizes(self.batch))
         for name, value in given_data.settled(self).items():
@@ -150,7 +150,7 @@ class Job:
                 object.__setattr__(self, name, value)
         problems += [] if problems else _problems(self)
         if problems:
-            raise JobError("; ".join(problems))
+            raise JobError("\n".join(problems))
         for name, value in computations.settled(self).items():
             object.__setattr__(self, name, value)
 
@@ -326,6 +326,7 @@ def _problems(job: Job) -> Iterator[str]:
             not callable(value := getattr(job, name))
             and not (may_be_none and value is None)
             and not (name in ("model", "optimizer") and isinstance(value, tuple | list | dict))
+            and not hasattr(value, "param_groups")
         ):
             yield f"{name} must be callable, got {type(value).__name__}"
     if not isinstance(job.model, type) and hasattr(job.model, "named_parameters"):

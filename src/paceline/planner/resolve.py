@@ -188,7 +188,7 @@ def _check_counts(
         raise PlanError(
             f"plan '{plan}' needs {needed} ranks and {environment.launcher} started "
             f"{environment.world_size}",
-            hint="make them equal before the ranks join",
+            hint=f"start {needed} ranks, or give a plan of {environment.world_size}",
         )
     if procs is not None and procs != needed:
         raise PlanError(
@@ -216,7 +216,7 @@ def _check_counts(
     if devices is not None and len(cluster.devices) != local:
         raise PlanError(
             f"plan '{plan}' needs {local} devices here and --devices names {len(cluster.devices)}",
-            hint="one device a rank",
+            hint=f"one device a rank: --devices {cluster.devices[-1].kind}:0-{local - 1}",
         )
 
 

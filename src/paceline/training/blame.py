@@ -17,10 +17,7 @@ from paceline.job.order import Order, Window
 from paceline.model.tensors import tensors_in
 from paceline.training.feed import DataShard, MicroBatch, example_batch, is_stream, map_tensors
 
-_PAIRS = (
-    "A sample that is no pair is its own target: let the data set, or collate=, give (input, target), for "
-    "example ({'x': x}, y) or (x, y)"
-)
+_PAIRS = "let the data set, or collate=, give (input, target), such as (x, y) or ({'x': x}, y)"
 
 
 @contextmanager
@@ -65,9 +62,9 @@ def note_columns(error: TypeError, job: Job) -> None:
         with suppress(Exception):  # as above
             columns = example_batch(job, 1).input
             if isinstance(columns, Mapping):
+                named = ", ".join(f"{column}=" for column in columns)
                 error.add_note(
-                    f"the input is a {type(columns).__name__}, and the model is called with its items "
-                    f"{', '.join(map(str, columns))} as keyword arguments. {_PAIRS}"
+                    f"a sample is a {type(columns).__name__}, so the model is called with {named}:\n{_PAIRS}"
                 )
 
 
@@ -86,7 +83,7 @@ def note_sample(
     """
     if isinstance(target, Mapping):
         error.add_note(
-            f"the target is a {type(target).__name__} of {', '.join(map(str, target))}. {_PAIRS}"
+            f"the target is a {type(target).__name__} of {', '.join(map(str, target))}:\n{_PAIRS}"
         )
     outputs, targets, samples = list(tensors_in(output)), list(tensors_in(target)), len(names)
     if not (outputs and targets) or not all(
