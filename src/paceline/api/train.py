@@ -22,7 +22,7 @@ from paceline.callbacks.loggers import loggers_of, of_cluster
 from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.file import AnyJob, JobFile, open_job
-from paceline.launch.hosts.environment import current
+from paceline.launch.hosts.environment import current, told_to_torchrun
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.failure import RankFailed
 from paceline.planner.resolve import Resolved, resolve, set_aside
@@ -41,6 +41,7 @@ Follow = Callable[["RankContext", Path], "Observer"]
 
 
 @unbroken()
+@told_to_torchrun()
 def train(
     job: AnyJob,
     plan: str | Plan | None = None,
@@ -526,7 +527,7 @@ def _all_at_once(job: Job) -> str:
     """Return a line about a batch that is larger than the data; empty if it is not."""
     if job.num_samples is None or job.batch <= job.num_samples:
         return ""
-    return f"note: a batch of {job.batch} is more than the {job.num_samples} samples: each step takes all of them\n"
+    return f"note: a batch of {job.batch} is more than the {job.num_samples} samples: a step is an epoch\n"
 
 
 def _sharing(resolved: Resolved) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from paceline import train
 from paceline.base.errors import ClusterError, PlanError, UsageError
 from paceline.launch.hosts import environment
 from paceline.launch.hosts.environment import Environment, current, interface_towards
@@ -56,6 +59,15 @@ def test_encryption_that_is_gone(launched: dict[str, str]):
     assert "WireGuard" in str(raised.value)
     assert current({**launched, "PACELINE_TLS": "0"}) == current(launched)
     assert current({"PACELINE_TLS": "1"}) is None  # nothing leaves this machine
+
+
+def test_torchrun_is_told_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It prints the message below the tracebacks of all ranks."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(UsageError):
+        train("no_such_job.py")
+    failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
+    assert failure.message.startswith("there is no file no_such_job.py") and failure.timestamp
 
 
 def test_torchrun():

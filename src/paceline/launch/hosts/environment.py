@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from paceline.base.errors import ClusterError, UsageError
+from paceline.base.errors import ClusterError, PacelineError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,19 @@ def refuse_tls(environ: Mapping[str, str] = os.environ) -> None:
             hint="a network that encrypts, such as WireGuard or your cloud's own, covers all of them; then unset "
             "PACELINE_TLS",
         )
+
+
+@contextmanager
+def told_to_torchrun() -> Iterator[None]:
+    """Give the message of an error in the block to torchrun, which prints it below all tracebacks."""
+    try:
+        yield
+    except PacelineError as error:
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            Path(path).write_text(
+                json.dumps({"message": str(error), "timestamp": int(time.time())})
+            )
+        raise
 
 
 def _of_torchrun(environ: Mapping[str, str]) -> Environment:
