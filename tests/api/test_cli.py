@@ -249,7 +249,7 @@ def test_train_prints_a_table(verb: Any, job_file: str):
         "accuracy": "0.97",
         "time": "3.2 s",
         "peak memory": "3 MiB a rank",
-        "predicted step": "0.002 s",
+        "predicted step": "2 ms",
         "predicted memory": "1 MiB a rank",
         "run": "runs/a",
     }
@@ -375,9 +375,9 @@ def test_evaluate_hands_its_options_on_and_prints(verb: Any):
     )
     result = call("evaluate", "runs/a", "--plan", "data=2", "--devices", "cpu:0-1")
     assert result.stdout.splitlines() == [
-        "plan              single",
-        "validation loss   0.5",
-        "metrics accuracy  0.9",
+        "plan             single",
+        "validation loss  0.5",
+        "accuracy         0.9",
     ]
     assert evaluate.options == {"run": "runs/a", "plan": "data=2", "devices": "cpu:0-1"}
     assert json.loads(call("evaluate", "runs/a", "--json").stdout) == evaluate.outcome
@@ -402,7 +402,7 @@ def test_predict_hands_its_options_on_and_prints(verb: Any):
     assert result.stdout.splitlines() == [
         "samples        3",
         "output         out.npy",
-        "shapes output  [3, 2]",
+        "output shapes  [3, 2]",
     ]
     assert predict.options == {
         "run": "runs/a",

@@ -274,7 +274,7 @@ def test_an_unknown_cluster():
 def test_by_cost_devices_may_be_left_out(tmp_path: Path):
     """A small net is cheapest on one device, by the price that is given or stated in the cluster's file."""
     answer = paceline.plan(_job(batch=32), "2xH100", price_per_hour=2.0)
-    assert str(answer.chosen) == "single" and "samples/s, 0 MiB, 0.0" in answer.describe()
+    assert str(answer.chosen) == "single" and "samples/s, 0.16 MiB, 0.0" in answer.describe()
     rows = [row for row in answer.to_dict()["plans"] if row["fits"]]
     assert rows[0]["cost_per_million_samples"] == pytest.approx(
         2.0 / 3600 * rows[0]["step_s"] / 32 * 1e6

@@ -57,16 +57,14 @@ def test_nothing_is_said_of_what_came_as_predicted():
 def test_a_miss_has_one_likely_cause(changes: dict[str, Any], load: float, cause: str):
     message = miss(figures(**changes), load=load)
 
-    assert message.startswith(
-        f"a step took {1e3 * changes['step_s']:.3g} ms and 90 to 110 ms were predicted: "
-    )
+    assert message.startswith(f"step {1e3 * changes['step_s']:.3g} ms, predicted 90 to 110 ms: ")
     assert "\n" not in message
     assert re.search(cause, message)
 
 
 def test_memory_that_was_missed_is_said():
     assert miss(figures(peak_memory_bytes=200 * MIB), load=2.0).startswith(
-        "a rank needed 200 MiB and 100 MiB were predicted"
+        "memory 200 MiB a rank, predicted 100 MiB: "
     )
     assert miss(figures(peak_memory_bytes=112 * MIB), load=2.0) == ""
 

@@ -318,7 +318,8 @@ def test_packages_that_are_not_installed_are_no_problem(monkeypatch: pytest.Monk
     )
     check = finding("optional packages")
     assert check.status == "ok"
-    assert "scikit-learn 1.9 (examples), accelerate not installed (benchmarks)" in check.detail
+    assert "optuna not installed (search)" in check.detail
+    assert "scikit-learn 1.9 (examples)" in check.detail
 
 
 def test_the_probe_keeps_to_the_loopback_interface(monkeypatch: pytest.MonkeyPatch):

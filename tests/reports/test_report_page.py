@@ -457,8 +457,19 @@ def test_a_card_has_five_lines(tmp_path: Path, changes: dict[str, Any]):
         words = [
             line.split()[0]
             for line in card(written(tmp_path, name=name, summary=summary)).splitlines()
+            if not line.startswith(" ")
         ]
         assert words == ["verdict", "why", "next", "kept" if summary is None else "gain", "report"]
+
+
+def test_small_parts_are_not_named(tmp_path: Path):
+    """Parts below 2 % of a step are left out; the page's table has them."""
+    predicted = {
+        **PREDICTED,
+        "breakdown": {"compute": 0.008, "optimizer": 0.0016, "bubble": 0.0001},
+    }
+    why = diagnose(replace(record(), predicted=predicted)).why
+    assert "the optimizer" in why and "waiting" not in why
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ PROGRESS = Progress(
 def test_progress_in_a_line():
     """Step, epoch from 1, loss, speed, measured and predicted step time, memory and time left."""
     assert str(PROGRESS) == (
-        "step 30/1000  epoch 2  loss 0.5123  12,346 samples/s  4.0 ms/step (predicted 5.0 ms)  "
+        "step 30/1000  epoch 2  loss 0.5123  12,346 samples/s  4 ms/step (predicted 5 ms)  "
         "300 MiB, 0:00:04 left"
     )
 
@@ -48,7 +48,7 @@ def test_progress_of_a_stream():
             predicted_step_s=None,
         )
     )
-    assert shown == "step 7  epoch 1  loss 2.0000  3 samples/s  2.50 s/step  0 MiB"
+    assert shown == "step 7  epoch 1  loss 2.0000  3 samples/s  2,500 ms/step  0 MiB"
 
 
 def work(context: Any) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.document import strict
-from paceline.base.tables import aligned, wrapped
+from paceline.base.tables import aligned, in_mib, in_ms, three_digits, wrapped
 from paceline.job import Precision
 from paceline.planner.estimate import Estimate
 from paceline.planner.goodput import Goodput
@@ -44,7 +44,7 @@ def lines(answer: Answer) -> Iterator[str]:
         yield wrapped(f"  {text}")
     yield ""
     yield aligned(
-        ["plan", "s/step", "cost/M" if answer.is_priced else "samples/s", "MiB", "why not"],
+        ["plan", "ms/step", "cost/M" if answer.is_priced else "samples/s", "MiB", "why not"],
         [_row(candidate, chosen or candidate, answer) for candidate in _shown(plans)],
     )
     yield f"{plans.num_tried} plans were priced on {answer.cluster}"
@@ -84,13 +84,15 @@ def _row(candidate: Candidate, chosen: Candidate, answer: Answer) -> list[str]:
     estimate = candidate.estimate
     why = "chosen" if candidate.plan == chosen.plan and estimate.fits else reason(candidate, chosen)
     speed = (
-        _money(answer, candidate) if answer.is_priced else f"{answer.batch / estimate.step_s:.4g}"
+        _money(answer, candidate)
+        if answer.is_priced
+        else three_digits(answer.batch / estimate.step_s)
     )
     return [
         f"{'~' if candidate.plan.relaxed is not None else ''}{candidate.plan}",
-        f"{estimate.step_s:.3g}",
+        three_digits(1e3 * estimate.step_s),
         speed,
-        f"{estimate.peak_memory_bytes / 2**20:.0f}",
+        in_mib(estimate.peak_memory_bytes).removesuffix(" MiB"),
         why,
     ]
 
@@ -98,13 +100,13 @@ def _row(candidate: Candidate, chosen: Candidate, answer: Answer) -> list[str]:
 def _speed(candidate: Candidate, batch: int) -> str:
     estimate = candidate.estimate
     interval = (
-        f" (80 %: {estimate.low_s:.3g} to {estimate.high_s:.3g})"
+        f" (80 %: {three_digits(1e3 * estimate.low_s)} to {three_digits(1e3 * estimate.high_s)})"
         if estimate.low_s < estimate.high_s
         else ""
     )
     return (
-        f"{estimate.step_s:.3g} s a step{interval}, {batch / estimate.step_s:.4g} samples/s, "
-        f"{estimate.peak_memory_bytes / 2**20:,.0f} MiB"
+        f"{in_ms(estimate.step_s)} a step{interval}, {three_digits(batch / estimate.step_s)} samples/s, "
+        f"{in_mib(estimate.peak_memory_bytes)}"
     )
 
 
@@ -121,8 +123,8 @@ def _advised(advice: Advice, chosen: Candidate) -> str:
     speed = f"{times:.3g} times as fast" if times >= 1 else f"{1 / times:.3g} times as slow"
     fits = "" if estimate.fits else ", which does not fit"
     return (
-        f"precision={advice.precision} instead: {speed}, {estimate.step_s:.3g} s a step, "
-        f"{estimate.peak_memory_bytes / 2**20:,.0f} MiB{fits}"
+        f"precision={advice.precision} instead: {speed}, {in_ms(estimate.step_s)} a step, "
+        f"{in_mib(estimate.peak_memory_bytes)}{fits}"
     )
 
 
@@ -223,7 +225,7 @@ class Answer:
         }
 
     def describe(self) -> str:
-        """Return the answer as text for people, in at most 100 columns."""
+        """Return the answer as text for people, as wide as the terminal."""
         return "\n".join(lines(self))
 
     def write_html(self, to: str | Path, *, command: str = "paceline train JOB") -> Path:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.api.links import with_links
 from paceline.base.errors import PacelineError, PlanError, in_words
 from paceline.base.fork import in_a_fork
+from paceline.base.tables import in_mib, in_ms, three_digits
 from paceline.base.values import plain, value_of
 from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.gpu_use import apart_from_cuda
@@ -269,7 +270,7 @@ def miss(figures: Mapping[str, Any], *, load: float) -> str:
     if low_s is None or not took_s or low_s <= took_s <= high_s:
         return _memory_miss(figures)
     return (
-        f"a step took {1e3 * took_s:.3g} ms and {1e3 * low_s:.3g} to {1e3 * high_s:.3g} ms were predicted: "
+        f"step {in_ms(took_s)}, predicted {three_digits(1e3 * low_s)} to {in_ms(high_s)}: "
         f"{_cause(figures, load=load, late_s=took_s - high_s)}"
     )
 
@@ -285,7 +286,7 @@ def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
     if figures["steps"] <= FEW_STEPS:
         return f"{figures['steps']} steps are mostly a run's start"
     if is_slower and input_s > EXPLAINS * late_s:
-        return f"reading data takes {1e3 * input_s:.3g} ms of it, which --loader-workers may hide"
+        return f"reading data takes {in_ms(input_s)} of it, which --loader-workers may hide"
     if is_slower and load > figures["world_size"] + BUSY:
         return f"other processes used the cores (a load of {load:.1f} with {figures['world_size']} ranks)"
     if is_slower and figures.get("save_blocked_s", 0.0) > EXPLAINS * late_s * figures["steps"]:
@@ -308,13 +309,10 @@ def _memory_miss(figures: Mapping[str, Any]) -> str:
         or abs(predicted_bytes - measured_bytes) <= max(MEMORY_SPREAD * measured_bytes, SMALL_BYTES)
     ):
         return ""
-    return (
-        f"a rank needed {measured_bytes / 2**20:,.0f} MiB and {predicted_bytes / 2**20:,.0f} MiB were predicted: "
-        + (
-            "tensors that no operator of the model shows, or holes in the heap"
-            if measured_bytes > predicted_bytes
-            else "the heap has fewer holes than most have"
-        )
+    return f"memory {in_mib(measured_bytes)} a rank, predicted {in_mib(predicted_bytes)}: " + (
+        "tensors that no operator of the model shows, or holes in the heap"
+        if measured_bytes > predicted_bytes
+        else "the heap has fewer holes than most have"
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ClusterError, MissingPackage, PacelineError, UsageError, with_extra
-from paceline.base.tables import aligned
+from paceline.base.tables import aligned, three_digits
 from paceline.base.values import plain, value_of
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.gpu_use import apart_from_cuda
@@ -98,7 +98,7 @@ class Scaling:
             yield f"efficiency: of each device, against {self.first.num_devices} of them"
         yield ""
         yield aligned(
-            ["devices", "s/step", "samples/s", "efficiency", "plan"], map(self._cells, self.points)
+            ["devices", "ms/step", "samples/s", "efficiency", "plan"], map(self._cells, self.points)
         )
 
     def _cells(self, point: Point) -> list[str]:
@@ -107,8 +107,8 @@ class Scaling:
             return [str(point.num_devices), "", "", "", point.problem]
         return [
             str(point.num_devices),
-            f"{point.best.estimate.step_s:.3g}",
-            f"{speed:.4g}",
+            three_digits(1e3 * point.best.estimate.step_s),
+            three_digits(speed),
             f"{100 * part:.0f} %",
             str(point.best.plan),
         ]

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from paceline.base.drivers import has_driver
 from paceline.base.errors import PacelineError
+from paceline.base.tables import wrapped
 from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.limits import free_memory_bytes, usable_cores, usable_memory_bytes
 
@@ -36,12 +37,14 @@ MIN_FREE_MEMORY_BYTES = 2 * GIB
 MIN_FREE_DISK_BYTES = 2 * GIB
 MIN_OPEN_FILES = 1024
 
-# The feature that each package adds; none is needed to train.
+# The extra that brings each package; none is needed to train.
 _OPTIONAL_PACKAGES = {
+    "jinja2": "report",
+    "optuna": "search",
+    "transformers": "transformers",
+    "tensorboard": "tensorboard",
+    "ray": "ray",
     "scikit-learn": "examples",
-    "accelerate": "benchmarks",
-    "lightning": "benchmarks",
-    "deepspeed": "benchmarks",
 }
 
 
@@ -81,9 +84,10 @@ def describe(findings: list[Finding]) -> str:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        lines.append(f"{finding.status:<4}  {finding.name:<{width}}  {finding.detail}")
+        start = f"{finding.status:<4}  {finding.name:<{width}}  "
+        lines.append(wrapped(start + finding.detail, len(start)))
         if finding.fix:
-            lines.append(f"{'':<{width + 8}}-> {finding.fix}")
+            lines.append(wrapped(f"{'':<{len(start)}}-> {finding.fix}", len(start) + 3))
     return "\n".join(lines)
 
 

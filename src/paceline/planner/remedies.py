@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from paceline.base.errors import PacelineError
+from paceline.base.tables import in_mib, three_digits
 from paceline.cluster.catalogue import memory_sizes
 from paceline.cluster.cluster import Cluster
 from paceline.job import Precision
@@ -52,8 +53,8 @@ class Remedy:
     def __str__(self) -> str:
         estimate = self.candidate.estimate
         return (
-            f"{self.change}: '{self.candidate.plan}', {self.batch / estimate.step_s:.3g} samples/s, "
-            f"{estimate.peak_memory_bytes / 2**20:,.0f} MiB"
+            f"{self.change}: '{self.candidate.plan}', {three_digits(self.batch / estimate.step_s)} samples/s, "
+            f"{in_mib(estimate.peak_memory_bytes)}"
         )
 
 

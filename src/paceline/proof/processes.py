@@ -193,7 +193,7 @@ def _save_single(
     """Save a checkpoint under a plan without ranks, for other plans to go on from."""
     run_dir = folder / RUNS / "single"
     run_dir.mkdir(parents=True, exist_ok=True)
-    with WithoutRandomness() as random:
+    with without_notes(), WithoutRandomness() as random:
         exact = replace(in_precision(job, precision, random).with_training_only(), steps=saved_step)
         train_rank(
             context, exact, Plan(), Settings(run_dir, (1,), save_every=saved_step, is_trial=True)

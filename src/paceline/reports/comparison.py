@@ -10,7 +10,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from paceline.base.errors import UsageError
-from paceline.base.tables import aligned
+from paceline.base.tables import aligned, in_mib, in_ms, number
 from paceline.reports.diagnosis import core_wait
 from paceline.reports.record import RunRecord
 
@@ -26,6 +26,7 @@ _LESS_IS_BETTER = {
     "save_blocked_s": True,
     "bytes_sent": True,
 }
+_UNITS = {"step_s": in_ms, "input_s": in_ms, "peak_memory_bytes": in_mib, "bytes_sent": in_mib}
 _WARM_UP_STEPS = 10  # first steps of a run, which its figures leave out, too
 # A run is cut into so many parts, whose step times are compared. Fewer parts can't show the effect
 # of chance.
@@ -104,7 +105,11 @@ class Comparison:
         return aligned(
             ("figure", self.first.name, self.second.name, "change"),
             [
-                (each.figure, _shown(each.first), _shown(each.second), _change(each))
+                (
+                    each.figure,
+                    *(_shown(each.figure, value) for value in (each.first, each.second)),
+                    _change(each),
+                )
                 for each in self.changes
             ],
         )
@@ -217,16 +222,8 @@ def _samples_a_step(record: RunRecord) -> float:
     )
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float)
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+def _shown(figure: str, value: Any) -> str:
+    return "-" if value is None else _UNITS.get(figure, number)(value)
 
 
 def _change(change: FigureChange) -> str:

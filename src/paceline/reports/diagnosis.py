@@ -9,10 +9,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.base.tables import in_ms
 from paceline.reports.record import RunRecord
 
 # A run of fewer steps is mostly its start. Step times are taken after so many steps.
 FEW_STEPS = 10
+SMALL = 0.02  # a part of a step that is smaller is not named
 LARGE = 0.1  # a smaller part of the training's time is not worth a change
 
 COMPUTING, OPTIMIZER, MESSAGES, IDLE, UNEXPLAINED, DATA, SAVES, CORES = (
@@ -200,6 +202,8 @@ def _unfinished(record: RunRecord) -> Diagnosis:
         f"the same command with --run {run} --resume goes on from step {saved}"
         if saved
         else "--save-every N keeps checkpoints that --resume goes on from"
+        if done
+        else "start again when that is mended: no step was lost"
     )
     why = _first_line(failure.get("message")) or "no message"
     if not failure:
@@ -230,11 +234,13 @@ def _first_line(text: str | None) -> str:
 
 def _why(limit: StepPart, parts: list[StepPart], whole_s: float) -> str:
     others = ", ".join(
-        f"{part.name} {1e3 * part.seconds:.3g} ms" for part in parts if part is not limit
+        f"{part.name} {in_ms(part.seconds)}"
+        for part in parts
+        if part is not limit and part.seconds >= SMALL * whole_s
     )
     by = "" if limit.is_measured else "; divided as the prediction divides it"
     return (
-        f"it takes {100 * limit.seconds / whole_s:.0f} % of a step's {1e3 * whole_s:.3g} ms"
+        f"it takes {100 * limit.seconds / whole_s:.0f} % of a step's {in_ms(whole_s)}"
         f"{f' ({others})' if others else ''}{by}"
     )
 
@@ -248,7 +254,8 @@ def _next(limit: str, record: RunRecord) -> str:
         MESSAGES: "paceline plan JOB prices plans that send less; --relaxed also compress= and local=",
         UNEXPLAINED: "--trace 5 measures the parts of a step",
         IDLE: "--trace 5 draws who waits for whom; shares=speed gives slower devices less",
-        OPTIMIZER: "a larger batch takes fewer updates a sample; shard= or more servers divide the update",
+        OPTIMIZER: "a larger batch takes fewer updates a sample; "
+        f"{'more servers divide' if 'server' in record.plan['plan'] else 'shard= divides'} the update",
         COMPUTING: (
             "paceline plan JOB prices more devices, lower precision and compiled blocks"
             if record.plan.get("world_size", 1) == 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.base.logs import Tee, logger
+from paceline.base.tables import in_mib, in_ms, three_digits
 
 FIRST_PLAIN_S, PLAIN_EVERY_S, LIVE_EVERY_S = 1.0, 30.0, 0.1
 
@@ -38,22 +39,16 @@ class Progress:
 
     def __str__(self) -> str:
         total = f"/{self.total_steps}" if self.total_steps else ""
-        predicted = (
-            f" (predicted {_seconds(self.predicted_step_s)})" if self.predicted_step_s else ""
-        )
+        predicted = f" (predicted {in_ms(self.predicted_step_s)})" if self.predicted_step_s else ""
         left = f", {_duration(self.left_s)} left" if self.left_s is not None else ""
         metrics = "".join(
             f"{name} {value:.4g}  " for name, value in self.metrics.items() if value is not None
         )
         return (
             f"step {self.step}{total}  epoch {self.epoch + 1}  loss {self.loss:.4f}  {metrics}"
-            f"{self.samples_per_s:,.0f} samples/s  {_seconds(self.step_s)}/step{predicted}  "
-            f"{self.memory_bytes / 2**20:,.0f} MiB{left}"
+            f"{three_digits(self.samples_per_s)} samples/s  {in_ms(self.step_s)}/step{predicted}  "
+            f"{in_mib(self.memory_bytes)}{left}"
         )
-
-
-def _seconds(value_s: float) -> str:
-    return f"{value_s:.2f} s" if value_s >= 1 else f"{value_s * 1e3:.1f} ms"
 
 
 def _duration(value_s: float) -> str:
