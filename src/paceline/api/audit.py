@@ -77,7 +77,7 @@ class Audit:
         """Return the audit as text for people: the verdict, the counts, and each finding."""
         counts = (
             f"{self.updates} updates of {self.samples} samples in {self.launches} "
-            f"launch{'es' if self.launches != 1 else ''}; {self.whole_epochs} whole epochs; "
+            f"launch{'es' if self.launches != 1 else ''}; whole epochs: {self.whole_epochs}; "
             f"{self.recomputed_updates} updates undone and made again"
         )
         if self.skipped_updates:

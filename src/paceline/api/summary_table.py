@@ -59,7 +59,7 @@ def _checked(check: Mapping[str, Any] | None) -> str | None:
     verdict = {
         "passed": "equals one device's",
         "coupled": "equals one device's that cuts the batch alike",
-        "unchecked": f"not checked: {check.get('reason')}",
+        "unchecked": f"not checked: {str(check.get('reason')).partition(' (')[0]}",
     }[check["verdict"]]
     return f"{verdict} (checked in {check['seconds']:.2g} s)" if check["seconds"] else verdict
 
