@@ -41,16 +41,25 @@ def test_a_chrome_trace_starts_at_zero_in_microseconds():
 
 
 def test_the_picture_has_a_row_a_rank():
-    """Boxes to scale, and the idle fraction in words."""
-    boxes = [
-        e
-        for e in ET.fromstring(picture(SPANS, world_size=2)).iter()
-        if e.tag.endswith("rect") and len(e)
-    ]
+    """Boxes to scale, a time below them, and the idle fraction in words."""
+    elements = list(ET.fromstring(picture(SPANS, world_size=2)).iter())
+    boxes = [each for each in elements if each.tag.endswith("rect") and len(each)]
+    texts = {each.text: each.get("x") for each in elements if each.tag.endswith("text")}
 
     assert [float(box.get("width")) for box in boxes] == [250.0, 250.0, 500.0]
-    assert [box.get("y") for box in boxes] == ["3", "29", "29"]
-    assert "idle 50.0 %" in picture(SPANS, world_size=2)
+    assert [box.get("y") for box in boxes] == ["3", "31", "31"]
+    assert [texts.get(tick) for tick in ("0 ms", "2000", "4000")] == ["60.00", "560.00", "1060.00"]
+    assert "4000.0 ms, idle 50.0 %" in texts
+
+
+def test_the_picture_has_a_light_and_a_dark_mode():
+    """Nothing has a colour of its own: the same class has one in each mode."""
+    drawn = picture(SPANS, world_size=2)
+    light, dark = drawn.split("@media(prefers-color-scheme:dark)")
+
+    assert "fill=" not in drawn and "white" not in drawn
+    for colours in (light, dark):
+        assert all(f"{name}{{fill:#" in colours for name in ("rect", "text", ".k0", ".k1", ".on"))
 
 
 def test_only_the_steps_asked_for_are_noted():

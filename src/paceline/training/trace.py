@@ -5,6 +5,7 @@ with one row per rank.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,18 +13,20 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 TRACE, PICTURE = "trace.json", "schedule.svg"
+# Of each kind of work, in light and in dark mode: those that reports give to these parts of a step.
 COLOURS = {
-    "forward": "#4c8bf5",
-    "backward": "#f29900",
-    "input gradients": "#f29900",
-    "weight gradients": "#b06000",
-    "reduce": "#9aa0a6",
-    "optimizer": "#34a853",
-    "input": "#d7aefb",
+    "forward": ("#1f5fa8", "#6fa8e8"),
+    "backward": ("#5a91cf", "#3d74b5"),
+    "input gradients": ("#5a91cf", "#3d74b5"),
+    "weight gradients": ("#8fb6e2", "#2b5689"),
+    "reduce": ("#c4601a", "#f0995a"),
+    "optimizer": ("#2f8f5b", "#6cc796"),
+    "input": ("#8a55a5", "#c79be0"),
 }
 # The phases among a rank's signs of life that are separate work.
 PHASES = ("input", "reduce", "optimizer")
-_WIDTH, _ROW, _LEFT = 1000, 26, 70  # pixels
+_WIDTH, _ROW, _LEFT = 1000, 28, 60  # pixels
+_MOST_TICKS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +126,29 @@ def idle_fraction(spans: Sequence[TraceSpan], *, world_size: int) -> float:
 
 
 def picture(spans: Sequence[TraceSpan], *, world_size: int) -> str:
-    """Return an SVG with one row per rank and a box for each piece of work. Idle time is left
-    white.
+    """Return an SVG with one row per rank, a box for each piece of work, and the time below. Idle time
+    is left empty.
     """
     first_s = min((span.start_s for span in spans), default=0.0)
     total_s = max((span.end_s for span in spans), default=1.0) - first_s
     scale = _WIDTH / max(total_s, 1e-9)
     used = [kind for kind in COLOURS if any(span.what == kind for span in spans)]
-    height = _ROW * (world_size + 2)
+    below = _ROW * world_size
+    height = below + 2.5 * _ROW
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 10}" height="{height}" '
-        'font-family="sans-serif" font-size="11">',
-        f'<rect width="100%" height="{height}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 30}" height="{height}" '
+        f'font-family="sans-serif" font-size="13"><style>{_style(used)}</style>',
+        '<rect width="100%" height="100%"/>',
     ]
+    every_s = _tick_s(total_s)
+    for tick in range(int(total_s / every_s) + 1):
+        x = _LEFT + scale * every_s * tick
+        lines.append(
+            f'<path d="M{x:.2f} 0V{below + 4}"/><text x="{x:.2f}" y="{below + 18}" text-anchor="middle">'
+            f"{1e3 * every_s * tick:g}{' ms' * (tick == 0)}</text>"
+        )
     lines += [
-        f'<text x="4" y="{_ROW * rank + 17}">rank {rank}</text>' for rank in range(world_size)
+        f'<text x="4" y="{_ROW * rank + 19}">rank {rank}</text>' for rank in range(world_size)
     ]
     for span in spans:
         x, width = (
@@ -146,24 +157,48 @@ def picture(spans: Sequence[TraceSpan], *, world_size: int) -> str:
         )
         y = _ROW * span.rank + 3
         lines.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 6}" fill="{COLOURS[span.what]}" '
-            f'stroke="white" stroke-width="0.5"><title>{escape(f"{span.what} {span.label}")} '
+            f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 6}" class="k{used.index(span.what)}">'
+            f"<title>{escape(f'{span.what} {span.label}')} "
             f"{1e3 * (span.end_s - span.start_s):.2f} ms</title></rect>"
         )
-        if width > 7 * len(span.label) and span.label:
+        if width > 9 * len(span.label) and span.label:
             lines.append(
-                f'<text x="{x + width / 2:.2f}" y="{y + 14}" fill="white" text-anchor="middle">'
+                f'<text x="{x + width / 2:.2f}" y="{y + 16}" class="on" text-anchor="middle">'
                 f"{escape(span.label)}</text>"
             )
     for place, kind in enumerate(used):
-        x, y = _LEFT + 130 * place, _ROW * world_size + 8
+        x, y = _LEFT + 130 * place, below + 34
         lines.append(
-            f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[kind]}"/>'
-            f'<text x="{x + 16}" y="{y + 10}">{kind}</text>'
+            f'<rect x="{x}" y="{y}" width="12" height="12" class="k{place}"/>'
+            f'<text x="{x + 18}" y="{y + 11}">{kind}</text>'
         )
     idle = idle_fraction(spans, world_size=world_size)
     lines.append(
-        f'<text x="{_LEFT}" y="{_ROW * (world_size + 1) + 17}">{1e3 * total_s:.1f} ms, idle {100 * idle:.1f} '
-        "% (white)</text></svg>"
+        f'<text x="{_LEFT + _WIDTH}" y="{below + 45}" text-anchor="end">{1e3 * total_s:.1f} ms, '
+        f"idle {100 * idle:.1f} %</text></svg>"
     )
     return "\n".join(lines)
+
+
+def _style(used: Sequence[str]) -> str:
+    """Return the style of a picture in the reader's light or dark mode."""
+
+    def mode(place: int, page: str, ink: str, grid: str) -> str:
+        kinds = "".join(f".k{at}{{fill:{COLOURS[kind][place]}}}" for at, kind in enumerate(used))
+        return (
+            f"rect{{fill:{page}}}text{{fill:{ink}}}.on{{fill:{page}}}path{{stroke:{grid}}}{kinds}"
+        )
+
+    light = mode(0, "#f6f7f9", "#1c2430", "#d3d9e1")
+    dark = mode(1, "#1b212a", "#e3e8ee", "#36404c")
+    return f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
+
+
+def _tick_s(total_s: float) -> float:
+    """Return a round time between ticks, so that there are at most `_MOST_TICKS`.
+
+    >>> _tick_s(0.073)
+    0.01
+    """
+    power = 10.0 ** math.floor(math.log10(max(total_s, 1e-9) / _MOST_TICKS))
+    return next(power * each for each in (1, 2, 5, 10) if total_s <= power * each * _MOST_TICKS)
