@@ -219,6 +219,7 @@ class Answer:
             "measured": estimate.is_measured,
             "memory_bytes": estimate.peak_memory_bytes,
             "missing_bytes": max(0, candidate.missing_bytes),
+            "ledger": dict(estimate.ledger),
             "breakdown": dict(estimate.breakdown),
             "relaxed": candidate.plan.relaxed is not None,
             "reason": reason(candidate, chosen),
