@@ -80,19 +80,19 @@ def write(folder: Path, document: Mapping[str, Any]) -> None:
 def table(document: Mapping[str, Any]) -> str:
     """Return the document as text for people; no line is longer than `WIDTH`."""
     plans = document["plans"]
-    counts = Counter(_verdict(plan) for plan in plans)
+    counts = Counter(verdict(plan) for plan in plans)
     others = "".join(
         f", {counts[kind]} {kind}" for kind in ("coupled", "inconclusive") if counts[kind]
     )
-    verdict = (
+    result = (
         f"{counts['passed']} plans passed, {counts['failed']} failed{others}, {counts['refused']} are none for "
         "this model"
     )
     return "\n".join(
         [
-            f"Paceline certificate, {document['written']}: {verdict}",
+            f"Paceline certificate, {document['written']}: {result}",
             "",
-            *_facts(document),
+            *(line for label, text in facts(document) for line in _row(label, text)),
             "",
             *_yardstick(document["yardstick"]),
             "",
@@ -101,13 +101,15 @@ def table(document: Mapping[str, Any]) -> str:
     )
 
 
-def _verdict(plan: Mapping[str, Any]) -> str:
+def verdict(plan: Mapping[str, Any]) -> str:
+    """Return the key in `MARKS` of a plan."""
     if "verdict" in plan:
         return str(plan["verdict"])
     return "refused" if plan["refused"] else "passed" if plan["passed"] else "failed"
 
 
-def _facts(document: Mapping[str, Any]) -> Iterator[str]:
+def facts(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what was compared: labels with texts."""
     job, model, run, device = (
         document["job"],
         document["model"],
@@ -116,43 +118,44 @@ def _facts(document: Mapping[str, Any]) -> Iterator[str]:
     )
     if job:
         settings = " ".join(f"{name}={value}" for name, value in job["settings"].items())
-        yield from _row("job", f"{job['path']}:{job['function']} {settings}".rstrip())
-    yield from _row(
+        yield ("job", f"{job['path']}:{job['function']} {settings}".rstrip())
+    yield (
         "model",
         f"{model['class']}, {model['parameters']:,} parameters, {model['trainable']:,} of them "
         "trained",
     )
-    yield from _row("initial weights", f"sha256 {model['initial_weights_sha256']}")
-    yield from _row(
+    yield ("initial weights", f"sha256 {model['initial_weights_sha256']}")
+    yield (
         "run",
         f"{run['steps']} steps of {run['batch']} samples, seed {run['seed']}, {run['precision']}, "
         f"{run['optimizer']}" + (f", clip {run['clip']:g}" if run["clip"] else ""),
     )
     yield from _device(device)
-    yield from _row(
-        "versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    yield (
+        "versions",
+        ", ".join(f"{name} {version}" for name, version in document["versions"].items()),
     )
-    yield from _row("randomness", _random(document["randomness"]))
+    yield ("randomness", _random(document["randomness"]))
     coupling = document["coupling"]
-    yield from _row(
+    yield (
         "coupling",
         "no layer and no loss was seen to mix the samples of a batch"
         if coupling is None
         else f"{coupling['found']}. Instead: {coupling['instead']}",
     )
     if document["note"]:
-        yield from _row("note", document["note"])
+        yield ("note", document["note"])
 
 
-def _device(device: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about where one device and the ranks computed; for GPUs also about what they
+def _device(device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield facts about where one device and the ranks computed; for GPUs also about what they
     round to TF32.
     """
     if device["kind"] == "cpu":
-        yield from _row("device", f"cpu ({device['machine']}, {device['capability']})")
+        yield ("device", f"cpu ({device['machine']}, {device['capability']})")
         return
     but = f" but for {', '.join(device['nondeterministic'])}" if device["nondeterministic"] else ""
-    yield from _row(
+    yield (
         "device",
         f"{device['kind']} ({device['name']}, {device['capability']}), one device with "
         f"deterministic algorithms{but}; ranks on {', '.join(device['ranks'])}",
@@ -161,7 +164,7 @@ def _device(device: Mapping[str, Any]) -> Iterator[str]:
         [name for name, is_on in device["tf32"].items() if is_on == wanted]
         for wanted in (True, False)
     )
-    yield from _row(
+    yield (
         "TF32",
         "; ".join(
             f"{word} for {' and '.join(names)}"
@@ -185,13 +188,22 @@ def _random(randomness: Mapping[str, Any]) -> str:
 
 def _yardstick(yardstick: Mapping[str, Any]) -> Iterator[str]:
     yield "How far rounding moves one device's own figures, and what a plan may be off by there:"
+    for precision, kind, spread, tolerance, step, name in limits(yardstick):
+        where = f" of {_cut(name, _NAME)}" if name else ""
+        yield (
+            f"  {precision:<8} {kind:<9} spread {spread:<8} "
+            f"may be off by {tolerance:<8} step {step}{where}"
+        )
+
+
+def limits(yardstick: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield a precision, a kind of figure, how far rounding moves it, by how much a plan may differ,
+    and the step and parameter where that was measured.
+    """
     for precision, kinds in yardstick.items():
         for kind, figures in kinds.items():
-            where = f" of {_cut(figures['name'], _NAME)}" if figures["name"] else ""
-            yield (
-                f"  {precision:<8} {kind:<9} spread {_figure(figures['spread']):<8} "
-                f"may be off by {_figure(figures['tolerance']):<8} step {figures['step']}{where}"
-            )
+            spread, tolerance = _figure(figures["spread"]), _figure(figures["tolerance"])
+            yield precision, kind, spread, tolerance, str(figures["step"]), figures["name"] or ""
 
 
 def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -200,20 +212,23 @@ def _verdicts(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """
     yield f"{'':<8}{'plan':<{_PLAN}}  {'in':<8} {'loss':<8} {'gradient':<8} {'weight':<8} nearest to its limit"
     for plan in plans:
-        mark = MARKS[_verdict(plan)]
+        mark = MARKS[verdict(plan)]
         words = textwrap.wrap(plan["plan"], _PLAN) or [""]
         figures = [_line(each) for each in plan["precisions"]]
         for number in range(max(len(words), len(figures))):
             left = f"{mark if number == 0 else '':<8}{words[number] if number < len(words) else '':<{_PLAN}}"
             yield f"{left}  {figures[number] if number < len(figures) else ''}".rstrip()
-        for remark in filter(
-            None,
-            (plan["refused"], plan["reason"], plan.get("overflow"), _power(plan), _resumed(plan)),
-        ):
+        for remark in remarks(plan):
             for line in remark.splitlines():
                 yield from textwrap.wrap(
                     line, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8
                 )
+
+
+def remarks(plan: Mapping[str, Any]) -> list[str]:
+    """Return why a plan failed or was refused, and what its comparison would have noticed."""
+    given = plan["refused"], plan["reason"], plan.get("overflow"), _power(plan), _resumed(plan)
+    return [remark for remark in given if remark]
 
 
 def _power(plan: Mapping[str, Any]) -> str | None:
@@ -240,15 +255,27 @@ def _resumed(plan: Mapping[str, Any]) -> str | None:
     )
 
 
-def _line(verdict: Mapping[str, Any]) -> str:
-    worst = verdict["worst"]
-    kind = max(worst, key=lambda kind: _share(worst[kind]))
-    share, name = _share(worst[kind]), worst[kind]["name"] or "loss"
-    shown = f"{100 * share:.0f} %" if share < 10 else f"{share:.0e}x" if share < 1e300 else "more"
+def _line(precision: Mapping[str, Any]) -> str:
+    name, loss, gradient, weight, share, furthest = comparison(precision)
     return (
-        f"{verdict['precision']:<8} {_figure(verdict['max_loss_diff']):<8} "
-        f"{_figure(verdict['max_gradient_diff']):<8} {_figure(verdict['max_param_diff']):<8} "
-        f"{shown} {_cut(name, _NAME - len(shown) - 1)}"
+        f"{name:<8} {loss:<8} {gradient:<8} {weight:<8} {share} "
+        f"{_cut(furthest, _NAME - len(share) - 1)}"
+    )
+
+
+def comparison(precision: Mapping[str, Any]) -> tuple[str, str, str, str, str, str]:
+    """Return a precision's name, the largest difference of losses, gradients and weights, which part
+    of its limit the nearest one uses up, and where that is."""
+    worst = precision["worst"]
+    kind = max(worst, key=lambda kind: _share(worst[kind]))
+    share = _share(worst[kind])
+    return (
+        precision["precision"],
+        _figure(precision["max_loss_diff"]),
+        _figure(precision["max_gradient_diff"]),
+        _figure(precision["max_param_diff"]),
+        f"{100 * share:.0f} %" if share < 10 else f"{share:.0e}x" if share < 1e300 else "more",
+        worst[kind]["name"] or "loss",
     )
 
 
