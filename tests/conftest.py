@@ -227,10 +227,10 @@ def undrawn_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 @pytest.fixture(scope="module")
 def charts_drawn_once() -> Iterator[None]:
     """Of equal figures, which most pages of a file's tests have: a chart takes longer than all else of its page."""
-    drawn: dict[str, str] = {}
+    drawn: dict[str, Any] = {}
 
-    def once(draw: Callable[..., str]) -> Callable[..., str]:
-        def chart(*args: Any, **options: Any) -> str:
+    def once(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def chart(*args: Any, **options: Any) -> Any:
             key = repr((draw.__name__, args, options))
             if key not in drawn:
                 drawn[key] = draw(*args, **options)

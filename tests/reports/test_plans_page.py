@@ -22,6 +22,7 @@ ROW: dict[str, Any] = {
     "measured": True,
     "memory_bytes": 50 << 20,
     "missing_bytes": 0,
+    "ledger": {"parameters": 10 << 20, "runtime": 40 << 20},
     "breakdown": {"compute": 0.01},
     "relaxed": False,
     "reason": "the fastest that fits",
@@ -49,13 +50,15 @@ def text(tmp_path: Path, answer: dict[str, Any]) -> str:
 
 def test_the_chosen_plan_comes_first_and_the_others_have_reasons(tmp_path: Path):
     page = text(tmp_path, ANSWER)
-    assert page.index("data=2: 0.01 s a step, 6,000 samples/s") < page.index("<h2>")
+    assert page.index("data=2: 10 ms a step, 6,000 samples/s") < page.index("<h2>")
     for shown in (
-        "paceline train job.py --plan &#39;data=2&#39;",
+        "<code>paceline train job.py --plan &#39;data=2&#39;</code>",
         "twice as slow",
         "links twice as fast",
         "no &lt;heads&gt;",
         "rough &amp; ready",
+        "1.00 times one device",
+        '<i style="background:var(--series-3)"></i>parameters</span>',
     ):
         assert shown in page
     inside = re.search(
@@ -70,9 +73,9 @@ def test_charts_have_the_chosen_plan_one_device_replicas_and_the_best_of_each_ki
     """Relaxed plans, which could not be chosen, may all be faster: they are grey, and come last."""
     drawn: list[tuple[list[str], Any, Any]] = []
 
-    def stacked(rows: Any, *, x: str, intervals: Any = None, grey: Any = ()) -> str:
+    def stacked(rows: Any, *, intervals: Any = None, grey: Any = (), **_: Any) -> charts.Chart:
         drawn.append((list(rows), intervals, grey))
-        return "<svg/>"
+        return charts.Chart("<svg/>", "")
 
     monkeypatch.setattr("paceline.reports.charts.stacked", stacked)
     others = [
@@ -84,19 +87,28 @@ def test_charts_have_the_chosen_plan_one_device_replicas_and_the_best_of_each_ki
         for plan, kind in [("shard=2", "shard"), ("shard=2 zero=1", "shard"), ("data=4", "data")]
     ]
     text(tmp_path, {**ANSWER, "plans": [*others, *ANSWER["plans"]]})
-    expected = ["data=2", "single", "data=4", "shard=2", "data=2 local=2"]
+    expected = ["data=2", "single", "data=4", "shard=2", "~data=2 local=2"]
     assert [names for names, _, _ in drawn] == [expected] * 2
     assert drawn[0][1]["single"] == (8.0, 12.0) and drawn[1][1] is None
-    assert all(grey == {"data=2 local=2"} for _, _, grey in drawn)
+    assert all(grey == {"~data=2 local=2"} for _, _, grey in drawn)
 
 
 def test_relaxed_plans_are_grey_and_intervals_are_drawn():
     bars = {"single": {"compute": 2.0}, "data=2 local=9": {"compute": 1.0}}
-    plain = charts.stacked(bars, x="ms")
-    drawn = charts.stacked(bars, x="ms", intervals={"single": (1.0, 3.0)}, grey={"data=2 local=9"})
+    plain = charts.stacked(bars, title="a step").svg
+    drawn = charts.stacked(
+        bars, title="a step", intervals={"single": (1.0, 3.0)}, grey={"data=2 local=9"}
+    ).svg
     assert "var(--quiet)" in drawn and "var(--quiet)" not in plain
     line = "stroke: var(--ink); stroke-linecap"
     assert line in drawn and line not in plain
+
+
+def test_a_bar_ends_at_its_sum():
+    """Also if a part is negative: a trial needed less memory than was priced. Large sums have no power of ten."""
+    bars = {"a": {"runtime": 4000.0, "unaccounted": -1000.0}}
+    drawn = charts.stacked(bars, title="MiB", unit="MiB")
+    assert ">3,000 MiB<" in drawn.svg and ">4000<" not in drawn.svg and drawn.keys == {}
 
 
 def test_where_nothing_fits_the_least_change_is_the_next_thing(tmp_path: Path):

@@ -23,6 +23,7 @@ from paceline.planner.rank_kinds import MemoryNeed
 from paceline.planner.search import Candidate, RankedPlans
 from paceline.reports import charts
 from paceline.reports.diagnosis import CORES, DATA, MESSAGES, SAVES, diagnose, step_parts
+from paceline.reports.html import commands
 from paceline.reports.page import Alternatives, write
 from paceline.reports.record import RunRecord
 from paceline.runs.provenance import origin
@@ -97,9 +98,85 @@ def test_its_figures_are_those_of_the_summary(tmp_path: Path):
         r'<script type="application/json" id="figures">(.*?)</script>', text, re.DOTALL
     )
     assert inside is not None and json.loads(inside[1]) == SUMMARY
-    for shown in ("1000.5", "0.25", "0.97", "52,428,800", "passed"):
-        assert f"<td>{shown}</td>" in text
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", text)
+    assert [
+        shown
+        for shown in ("1,000", "10 ms", "0.25", "0.97", "50 MiB", "passed")
+        if shown not in cells
+    ] == []
     assert "limited by messages between ranks" in text
+
+
+def test_six_figures_with_units_come_first(tmp_path: Path):
+    """Beside what was predicted, before the charts; the table of all figures is folded, after them."""
+    text = write(written(tmp_path)).read_text()
+    tiles = re.findall(
+        r'<div><span class="quiet">(.*?)</span><b>(.*?)</b><span class="quiet">(.*?)</span>', text
+    )
+    assert tiles == [
+        ("validation loss", "0.3", "training 0.25"),
+        ("accuracy", "0.97", "validation"),
+        ("samples/s", "1,000", "400 samples"),
+        ("step time", "10 ms", "predicted 5 to 20 ms"),
+        ("peak memory", "50 MiB", "predicted 45 MiB"),
+        ("wall time", "1 s", "40 steps"),
+    ]
+    assert text.index("<b>0.97</b>") < text.index("<figure>") < text.index("<details>")
+    assert "<td>step_s</td>" not in text and ">peak_memory_bytes<" not in text
+
+
+def test_a_title_tells_runs_apart(tmp_path: Path):
+    text = write(written(tmp_path, origin={"began": "2026-11-28T01:02:03Z"})).read_text()
+    assert f"<h1>{tmp_path.name}/run · data=2</h1>" in text
+    assert "2 CPU ranks · 40 steps · 28 Nov 2026 · finished" in text
+
+
+def test_a_source_is_one_line(tmp_path: Path):
+    """The details, in which nothing is JSON, are folded."""
+    git = {"commit": "28e8bc1" + 33 * "0", "branch": "main", "modified": 0}
+    job = {"path": "/a/examples/01_digits.py", "function": "job", "settings": {}}
+    text = write(written(tmp_path, origin={"git": git, "command": "x"}, job=job)).read_text()
+    assert "<p>examples/01_digits.py:job at 28e8bc1 (clean)</p>" in text
+    assert "{&#34;commit" not in text and 'row">git branch</th><td class="n">main' in text
+
+
+def test_commands_are_code():
+    """Each command and option in a sentence, with its values; one click selects it."""
+    said = {
+        "paceline plan JOB prices plans; --relaxed also": ["paceline plan JOB", "--relaxed"],
+        "with --run 'a b' --resume goes on": ["--run 'a b' --resume"],
+        "--trace 5 measures": ["--trace 5"],
+        "--plan 'server=2 x=1': its step": ["--plan 'server=2 x=1'"],
+        "paceline train a/b.py:job --set lr=0.1 --plan single": [
+            "paceline train a/b.py:job --set lr=0.1 --plan single"
+        ],
+        "nothing to do": [],
+    }
+    assert {text: commands(text)[1::2] for text in said} == said
+
+
+def test_one_part_has_one_colour_on_every_page(tmp_path: Path):
+    """In charts, whatever else is there, and beside its row of the table, which is the legend."""
+    alone = charts.stacked({"a": {MESSAGES: 1.0}}, title="", unit="ms").svg
+    beside = charts.stacked({"a": {"computing": 1.0, MESSAGES: 1.0}}, title="", unit="ms").svg
+    assert "var(--series-1)" in alone and "var(--series-0)" not in alone
+    assert "var(--series-1)" in beside and "var(--series-0)" in beside
+    text = write(written(tmp_path)).read_text()
+    assert f'<i style="background:var(--series-1)"></i>{MESSAGES}</th>' in text
+    assert '<i style="background:var(--series-3)"></i>parameters</th>' in text
+
+
+def test_one_long_step_flattens_no_chart():
+    """The axis ends where nearly all points are, and says how far the others go; a median is drawn over the line."""
+    steps, took = list(range(100)), [350.0, *99 * [10.0]]
+    clipped = charts.lines({"measured": (steps, took)}, title="ms", clipped=True).svg
+    plain = charts.lines({"measured": (steps, took)}, title="ms").svg
+    largest = [
+        max(map(float, re.findall(r">([\d.]+)</text>", drawn))) for drawn in (clipped, plain)
+    ]
+    assert ">up to 350<" in clipped and largest[0] < 100 and largest[1] > 200
+    short = charts.lines({"measured": (steps[:9], took[:9])}, title="ms").svg
+    assert clipped.count("stroke: var(--series-0)") == 2 * short.count("stroke: var(--series-0)")
 
 
 def test_it_is_one_file_without_network(tmp_path: Path):
@@ -129,6 +206,7 @@ def test_a_run_that_did_not_end_has_a_report(tmp_path: Path):
     assert (
         "this run did not end" in text and "recorded 40 steps" in text and "no checkpoint" in text
     )
+    assert "step time</span><b>10 ms</b>" in text and "steps</span><b>40</b>" in text
     failure = {
         "reason": "peer_lost",
         "message": "it was killed by <b>SIGKILL</b>\nmore",
@@ -141,8 +219,8 @@ def test_a_run_that_did_not_end_has_a_report(tmp_path: Path):
     text = write(path).read_text()
     assert "rank 1 failed in step 17 (peer_lost)" in text and "killed by &lt;b&gt;SIGKILL" in text
     assert (
-        f"--run {path} --resume goes on from step 15" in text
-        and "<b>kept</b> the checkpoint of step 15" in text
+        f"--run {path} --resume</code> goes on from step 15" in text
+        and "<b>kept</b> <span>the checkpoint of step 15" in text
     )
 
 
@@ -156,7 +234,7 @@ def test_the_cause_of_a_failure_is_no_line_of_its_traceback(tmp_path: Path):
     }
     text = write(written(tmp_path, summary={"plan": "single", "failure": failure})).read_text()
 
-    assert "<b>why</b> the callback Mine failed in on_step" in text
+    assert "<b>why</b> <span>the callback Mine failed in on_step" in text
 
 
 def test_starts_and_what_they_undid_are_shown(tmp_path: Path):
@@ -184,7 +262,7 @@ def test_starts_and_what_they_undid_are_shown(tmp_path: Path):
     text = write(path).read_text()
     row = re.search(r'<tr><th scope="row">2</th>(.*?)</tr>', text)
     assert row is not None
-    assert re.findall(r"<td>(.*?)</td>", row[1]) == [
+    assert re.findall(r"<td[^>]*>(.*?)</td>", row[1]) == [
         "2027-01-15 08:00:00 UTC",
         "data=2",
         "2",
@@ -204,8 +282,12 @@ def test_staleness_and_workers_are_shown(tmp_path: Path):
         '{"event": "worker lost", "worker": 1, "time": 1.8e9}\n{"event": "x"}\n'
     )
     text = write(path).read_text()
-    assert "gradients by updates missed" in text and "<td>0.5</td>" in text
-    assert '<th scope="row">worker lost</th><td>1</td><td>2027-01-15 08:00:00 UTC</td>' in text
+    assert "gradients by updates that they missed" in text and ">500 ms</td>" in text
+    assert "2 workers make a step of 2 updates" in text and ">12.5 %</td>" in text
+    assert (
+        '<th scope="row">worker lost</th><td class="n">1</td><td>2027-01-15 08:00:00 UTC</td>'
+        in text
+    )
 
 
 def test_a_rank_that_is_slower_is_named(tmp_path: Path):
@@ -246,8 +328,8 @@ def test_a_metric_may_have_any_name(tmp_path: Path):
 def test_a_faster_plan_is_the_next_thing_to_try(tmp_path: Path):
     plans = Alternatives([("data=2", 1.0, 1 << 20), ("shard=2", 0.8, 1 << 20)])
     text = write(written(tmp_path), alternatives=plans).read_text()
-    assert "&#39;shard=2&#39;: its step is predicted to take 0.80" in text
-    assert "<b>gain</b> 1.25 times as fast, as predicted" in text
+    assert "&#39;shard=2&#39;</code>: its step is predicted to take 0.80" in text
+    assert "<b>gain</b> <span>1.25 times as fast, as predicted" in text
     none = write(
         written(tmp_path, name="other"), alternatives=Alternatives(list(plans.plans)[:1])
     ).read_text()
@@ -264,7 +346,7 @@ def test_plans_that_were_considered_are_listed(tmp_path: Path):
     predicted = {"step_s": 0.04, "considered": considered}
     (run / "predicted.json").write_text(json.dumps(predicted))
     text = paceline.report(run, other_plans=False).read_text()
-    assert 'row">shard=2</th><td>1.50 of' in text
+    assert 'row">shard=2</th><td class="n">1.50 ×' in text
 
 
 def test_other_exact_plans_are_priced_by_what_the_run_took(
@@ -303,8 +385,8 @@ def test_other_exact_plans_are_priced_by_what_the_run_took(
         origin={"host": platform.node()},
     )
     text = paceline.report(run).read_text()
-    assert 'row">data=2</th><td>1.00 of' in text
-    assert 'row">shard=2</th><td>0.5' in text and "local=" not in text
+    assert 'row">data=2</th><td class="n">1.00 ×' in text
+    assert 'row">shard=2</th><td class="n">0.5' in text and "local=" not in text
 
 
 @pytest.mark.parametrize("name", ["run/summary.json", "run", "job.py", "run/plan.json/page.html"])
@@ -320,35 +402,165 @@ def test_a_page_replaces_pages_alone(tmp_path: Path, name: str, monkeypatch: pyt
     assert job.read_text() == "a job" and json.loads((run / "summary.json").read_text()) == SUMMARY
 
 
-def test_a_study_has_a_report(tmp_path: Path):
-    trials = [
+def study(folder: Path, *names: str, num_trials: int = 3, **fields: Any) -> str:
+    """The page of a search."""
+    trials: list[dict[str, Any]] = [
         {
             "number": n,
             "state": "complete",
-            "params": {"lr": 0.1 * n},
-            "value": 1.0 / (n + 1),
+            "params": {"lr": 0.1 * 10.0**-n, "act": "relu" if n else "tanh"},
+            **(
+                {"value": 1.0 / (n + 1)}
+                if len(names) == 1
+                else {"values": [1.0 / (n + 1), 110 + n]}
+            ),
+            "ended_s": 10.0 * n,
             "plan": "single",
         }
-        for n in range(3)
+        for n in range(num_trials)
     ]
-    (tmp_path / "study.json").write_text(
-        json.dumps(
-            {
-                "study": "s",
-                "objectives": [{"name": "validation_loss", "direction": "minimize"}],
-                "trials": trials,
-                "best": {
-                    "trial": 2,
-                    "value": 1 / 3,
-                    "params": {"lr": 0.2},
-                    "command": "paceline train",
-                },
-                "importances": {"lr": 1.0},
-            }
-        )
+    document = {
+        "study": "s",
+        "objectives": [{"name": name, "direction": "minimize"} for name in names],
+        "trials": trials,
+        **({"pareto": trials} if len(names) > 1 else {}),
+        **fields,
+    }
+    (folder / "study.json").write_text(json.dumps(document))
+    return write(folder).read_text()
+
+
+def test_a_study_has_a_report(tmp_path: Path):
+    """The best value over time, each parameter against the value, and the way to Optuna's dashboard."""
+    (tmp_path / "journal.log").touch()
+    best = {"trial": 2, "value": 1 / 3, "params": {"lr": 0.2}, "command": "paceline train a.py"}
+    text = study(
+        tmp_path,
+        "validation_loss",
+        best=best,
+        importances={"act": 0.4, "lr": 0.6},
+        test={"trial": 2, "loss": 0.5},
     )
+    assert "trial 2 is the best: validation_loss 0.3333" in text and "the best so far" in text
+    assert "<code>paceline train a.py</code>" in text
+    assert f"<code>optuna-dashboard {tmp_path}/journal.log</code> opens this study" in text
+    titles = re.findall(r"<figcaption>([^<]*)", text)
+    assert titles == [
+        "validation_loss over time",
+        "what validation_loss depends on, % of its spread (fANOVA)",
+        "lr",
+        "act",
+    ]
+    assert "they come from 3 trials" in text and '<th scope="row">2</th>' in text
+    assert '<span class="quiet">test loss</span><b>0.5</b>' in text
+
+
+def test_the_best_so_far_never_gets_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The first trial has the largest of the values, which get smaller."""
+    drawn: list[Any] = []
+
+    def points(groups: Any, *, line: Any = None, **_: Any) -> charts.Chart:
+        drawn.append(line)
+        return charts.Chart("<svg/>", "")
+
+    monkeypatch.setattr("paceline.reports.charts.points", points)
+    largest = [{"name": "accuracy", "direction": "maximize"}]
+    page = study(tmp_path, "accuracy", objectives=largest)
+    assert drawn[0] == {"the best so far": ([0.0, 10.0, 20.0], [1.0, 1.0, 1.0])}
+    assert '<span class="quiet">best accuracy</span><b>1</b><span class="quiet">trial 0' in page
+
+
+def test_many_trials_need_no_warning(tmp_path: Path):
+    text = study(tmp_path, "validation_loss", num_trials=20, importances={"lr": 1.0})
+    assert "they come from" not in text and "no trial has a result" not in text
+
+
+def test_two_objectives_have_a_front(tmp_path: Path):
+    """As a line, and beside it as a table with a column for each objective."""
+    text = study(tmp_path, "validation_loss", "parameters")
+    assert "3 trials of 3 on the Pareto front" in text and "the front</span>" in text
+    assert re.search(r'<th scope="row">2</th><td[^>]*>0.3333</td><td[^>]*>112</td>', text)
+    assert "[0." not in text.partition('id="figures"')[0]
+    assert "<code>optuna-dashboard URL</code> (that of <code>--storage</code>)" in text
+
+
+def test_a_bad_trial_squeezes_no_others(tmp_path: Path):
+    """An axis that is wide is logarithmic, and so is that of a parameter."""
+    plain = charts.points({"a": ([1, 2], [1.0, 9.0])}, title="", x="x").svg
+    wide = charts.points({"a": ([1, 2], [0.01, 9.0])}, title="", x="x", log=(False, True)).svg
+    assert charts.is_wide([0.01, 9.0]) and not charts.is_wide([1.0, 9.0])
+    assert ">0.01<" in wide and ">0.01<" not in plain
+    assert ">1.5<" not in plain  # numbers of trials are whole
+
+
+def test_a_proof_is_a_card_and_a_table(tmp_path: Path):
+    """The verdict comes first, in words; a proof that failed names the plans."""
+    worst = {"name": "8.bias", "step": 1, "diff": 1e-9, "tolerance": 1e-8}
+    precision = {
+        "precision": "float32",
+        "max_loss_diff": 4.8e-7,
+        "max_gradient_diff": None,
+        "max_param_diff": 1e-9,
+        "worst": {"weight": worst},
+    }
+    plan = {
+        "plan": "data=2",
+        "passed": True,
+        "refused": None,
+        "reason": None,
+        "precisions": [precision],
+        "resumed_from": "single",
+    }
+    proof: dict[str, Any] = {
+        "written": "2026-11-30T01:11:59Z",
+        "passed": True,
+        "job": {"path": "/a/examples/01_digits.py", "function": "job", "settings": {}},
+        "model": {"class": "Net", "parameters": 5, "trainable": 5, "initial_weights_sha256": "0"},
+        "run": {
+            "steps": 4,
+            "batch": 60,
+            "seed": 0,
+            "precision": "float32",
+            "optimizer": "A",
+            "clip": None,
+        },
+        "device": {"kind": "cpu", "machine": "x86_64", "capability": "AVX512"},
+        "versions": {"torch": "2"},
+        "randomness": {"switched_off": {}, "left_on": []},
+        "yardstick": {
+            "float32": {"weight": {"spread": 1e-9, "tolerance": 1e-8, "name": "w", "step": 4}}
+        },
+        "coupling": None,
+        "note": None,
+        "plans": [plan],
+    }
+    (tmp_path / "certificate.json").write_text(json.dumps(proof))
     text = write(tmp_path).read_text()
-    assert "trial 2 is the best: validation_loss 0.333333" in text and "the best so far" in text
+    assert 'class="verdict good"' in text and "passed: data=2 equals one device" in text
+    assert "<h1>examples/01_digits.py:job · certificate</h1>" in text and "<pre>" not in text
+    cells = re.search(r'<th scope="row">passed: data=2</th>(.*?)</tr>', text)
+    assert cells is not None
+    assert re.findall(r">([^<]+)</td>", cells[1]) == [
+        "float32",
+        "4.8e-07",
+        "none",
+        "1.0e-09",
+        "10 %, 8.bias",
+    ]
+    assert "went on from a checkpoint of &#39;single&#39;" in text
+
+    other = {**plan, "plan": "shard=2", "passed": False, "reason": "much"}
+    proof |= {
+        "passed": False,
+        "plans": [plan, other, {**plan, "plan": "x", "passed": False, "refused": "no"}],
+    }
+    (tmp_path / "certificate.json").write_text(json.dumps(proof))
+    text = write(tmp_path).read_text()
+    assert 'class="verdict bad"' in text
+    assert (
+        "failed: shard=2 is not proven to equal one device" in text
+        and "x: none for this model" in text
+    )
 
 
 def test_another_folder_is_refused(tmp_path: Path):
@@ -362,7 +574,8 @@ def test_a_run_says_which_code_it_comes_from():
 
 
 def test_an_axis_over_powers_of_ten_has_plain_numbers():
-    text = charts.lines({"loss": ([1, 2, 3], [100.0, 1.0, 0.01])}, x="step", y="loss", log=True)
+    line = ([1, 2, 3], [100.0, 1.0, 0.01])
+    text = charts.lines({"loss": line}, title="loss", log=True).svg
     assert ">0.01<" in text and "math" not in text
 
 

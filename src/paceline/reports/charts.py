@@ -1,5 +1,5 @@
 """Draws charts of a run as SVG text with matplotlib. The colours are the page's own, so that they
-follow light and dark mode.
+follow light and dark mode; the page writes titles and legends.
 """
 
 from __future__ import annotations
@@ -7,16 +7,32 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from paceline.reports.diagnosis import (
+    COMPUTING,
+    CORES,
+    DATA,
+    IDLE,
+    MESSAGES,
+    OPTIMIZER,
+    SAVES,
+    UNEXPLAINED,
+)
 
 MOST_POINTS = 400  # points of a line; more can't be told apart at a chart's width in pixels
 _GREATEST = 1e300  # the largest value that can be drawn; beyond it sums are infinite
-_SIZE_INCHES = (4.6, 2.6)  # text is readable at the width of a phone
+_SIZE_INCHES = (4.6, 2.4)  # text is readable at the width of a phone
+_NAME = 44  # characters of a bar's name that fit beside its sum
+_SMOOTHED = 40  # a line of so many points gets a running median
 # Colours that represent the page's style variables: matplotlib draws them, and `_styled` replaces
 # them.
 INK, GRID, QUIET = "#010203", "#010204", "#01020d"
@@ -27,10 +43,22 @@ _VARIABLES = {
     QUIET: "--quiet",
     **{colour: f"--series-{place}" for place, colour in enumerate(SERIES)},
 }
+# The colour of each part of a step and of memory, on every page. What is of one kind is alike.
+PARTS = {
+    **dict.fromkeys((COMPUTING, "activations"), SERIES[0]),
+    **dict.fromkeys((MESSAGES, "communication"), SERIES[1]),
+    **dict.fromkeys((OPTIMIZER, "optimizer"), SERIES[2]),
+    **dict.fromkeys((DATA, "parameters"), SERIES[3]),
+    **dict.fromkeys((SAVES, "gradients"), SERIES[4]),
+    **dict.fromkeys((IDLE, "runtime", "context"), SERIES[5]),
+    **dict.fromkeys((CORES, "unaccounted"), SERIES[6]),
+    **dict.fromkeys((UNEXPLAINED, "holes", "workspaces"), SERIES[7]),
+    "measured peak": INK,
+}
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 9,
+    "font.size": 10.5,
     "text.color": INK,
     "axes.edgecolor": GRID,
     "axes.labelcolor": INK,
@@ -39,122 +67,185 @@ _STYLE: Any = {
     "grid.color": GRID,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
     "svg.hashsalt": "paceline",
     "text.parse_math": False,
 }  # a metric's name may hold a dollar
 
-Line = tuple[Sequence[float], Sequence[float | None]]
+Line = tuple[Sequence[Any], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    svg: str
+    title: str
+    keys: Mapping[str, str] = field(default_factory=dict)  # the legend: CSS colours by name
 
 
 def lines(
     series: Mapping[str, Line],
     *,
-    x: str,
-    y: str,
+    title: str,
+    x: str = "step",
     log: bool = False,
+    clipped: bool = False,
     band: tuple[float, float] | None = None,
     marks: Mapping[str, Sequence[float]] | None = None,
-) -> str:
-    """Draw series over a common axis.
+) -> Chart:
+    """Draw series over a common axis. A long one is drawn thin, with its running median over it.
 
     Args:
         series: x and y of each series, by name. A series of more than `MOST_POINTS` is drawn as
             medians of neighbours.
         log: Whether the y axis is logarithmic.
+        clipped: Whether the axis ends where few points lie above, so that these flatten nothing.
         band: Lowest and highest predicted y.
         marks: Places on the x axis, by what happened there.
     """
+    drawn = {name: thinned(*line) for name, line in series.items()}
+    colours = {
+        **dict(zip(drawn, SERIES, strict=False)),
+        **dict(zip(marks or {}, reversed(SERIES), strict=False)),
+    }
 
     def draw(axes: Axes) -> None:
-        for colour, (name, (xs, ys)) in zip(SERIES, series.items(), strict=False):
-            shown_x, shown_y = thinned(xs, ys)
-            axes.plot(
-                shown_x,
-                shown_y,
-                label=name,
-                color=colour,
-                linewidth=1.4,
-                marker="o" if len(shown_x) <= 3 else None,
-                markersize=3,
-            )
+        for name, (xs, ys) in drawn.items():
+            _line(axes, xs, ys, colours[name])
         if band is not None:
-            axes.axhspan(*band, color=SERIES[0], alpha=0.13, linewidth=0, label="predicted")
-        for colour, (name, places) in zip(reversed(SERIES), (marks or {}).items(), strict=False):
-            for nth, place in enumerate(places[:MOST_POINTS]):
-                axes.axvline(
-                    place, color=colour, linewidth=0.8, linestyle=":", label=None if nth else name
-                )
-        if log:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")  # the default needs mathematical text
-        axes.set(xlabel=x, ylabel=y)
-        axes.grid(alpha=0.6)
-        if len(series) + len(marks or {}) + (band is not None) > 1:
-            axes.legend()
+            axes.axhspan(*band, color=SERIES[0], alpha=0.13, lw=0)
+        for name, places in (marks or {}).items():
+            for place in places[:MOST_POINTS]:
+                axes.axvline(place, color=colours[name], lw=0.9, ls=":")
+        ordered = sorted(y for _, ys in drawn.values() for y in ys)
+        if (
+            clipped
+            and ordered
+            and ordered[-1] > 2 * (usual := ordered[int(0.95 * (len(ordered) - 1))])
+        ):
+            axes.set_ylim(0, 1.15 * max(usual, *(band or (0, 0))))
+            axes.text(
+                1, 1, f"up to {short(ordered[-1])}", transform=axes.transAxes, ha="right", va="top"
+            )
+        axes.margins(x=0.01)
+        _scale(axes.xaxis, is_whole=True)
+        _scale(axes.yaxis, log)
+        axes.set(xlabel=x)
 
-    return _drawn(draw)
+    keys = {name: _css(colour) for name, colour in colours.items()}
+    if band is not None:
+        keys["predicted"] = f"color-mix(in srgb, {_css(SERIES[0])} 25%, transparent)"
+    return Chart(_drawn(draw), title, keys if len(keys) > 1 else {})
+
+
+def _line(axes: Axes, xs: Sequence[float], ys: Sequence[float], colour: str) -> None:
+    """Draw a line; a long one thin, with its running median over it."""
+    if len(xs) < _SMOOTHED:
+        axes.plot(xs, ys, color=colour, lw=1.6, marker="o" if len(xs) <= 3 else None, ms=4)
+        return
+    axes.plot(xs, ys, color=colour, lw=0.7, alpha=0.55)
+    axes.plot(xs, running_median(ys), color=colour, lw=1.8)
 
 
 def stacked(
     bars: Mapping[str, Mapping[str, float]],
     *,
-    x: str,
+    title: str,
+    unit: str = "",
     intervals: Mapping[str, tuple[float, float]] | None = None,
     grey: Collection[str] = (),
-) -> str:
-    """Draw a horizontal bar of parts for each name, the first at the top.
+) -> Chart:
+    """Draw a horizontal bar of parts for each name, the first at the top, under its name and sum.
+    A negative part, as of memory that was priced and not needed, takes from the last parts.
 
     Args:
         intervals: Where a bar's end may really be, as a line.
         grey: Names of bars that are drawn in grey.
     """
+    parts = dict.fromkeys(part for bar in bars.values() for part in bar if bar[part] > 0)
 
     def draw(axes: Axes) -> None:
-        parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
-        ends = dict.fromkeys(bars, 0.0)
-        for place, part in enumerate(parts):
-            widths = [bar.get(part, 0.0) for bar in bars.values()]
-            patches = axes.barh(
-                list(bars),
-                widths,
-                left=list(ends.values()),
-                label=part,
-                height=0.6,
-                color=SERIES[place % len(SERIES)],
-                hatch=None if place < len(SERIES) else "//",
+        for place, (name, bar) in enumerate(bars.items()):
+            end, total = 0.0, sum(bar.values())
+            for part in parts:
+                width = min(max(bar.get(part, 0.0), 0.0), total - end)
+                colour = QUIET if name in grey else part_colour(part)
+                alpha = 0.6 if name in grey else 1
+                axes.barh(place, width, left=end, height=0.4, color=colour, alpha=alpha)
+                end += width
+            if interval := (intervals or {}).get(name):
+                axes.plot(interval, (place, place), color=INK, lw=1.0, marker="|", ms=5)
+            shown = name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
+            across = axes.get_yaxis_transform()
+            axes.text(0, place - 0.28, shown, va="bottom", transform=across)
+            axes.text(
+                1,
+                place - 0.28,
+                f"{short(total)} {unit}".strip(),
+                va="bottom",
+                ha="right",
+                transform=across,
             )
-            for name, patch in zip(bars, patches, strict=True):
-                if name in grey:
-                    patch.set(facecolor=QUIET, alpha=0.8 / (1 + place))
-            ends = {
-                name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)
-            }
-        for name, interval in (intervals or {}).items():
-            axes.plot(interval, (name, name), color=INK, linewidth=1.0, marker="|", markersize=5)
-        axes.invert_yaxis()
-        axes.set(xlabel=x)
-        axes.grid(alpha=0.6, axis="x")
-        axes.set_axisbelow(True)
-        axes.figure.legend(loc="outside lower right", ncols=2)
+        axes.set(ylim=(len(bars) - 0.6, -0.8), yticks=[])
+        axes.spines["left"].set_visible(False)
+        _scale(axes.xaxis)
 
-    return _drawn(draw, height=_height(len(bars)))
+    keys = {part: _css(part_colour(part)) for part in parts}
+    return Chart(_drawn(draw, height=0.5 * len(bars) + 0.6), title, keys if len(keys) > 1 else {})
 
 
 def points(
-    xs: Sequence[float], ys: Sequence[float], best: Sequence[float], *, x: str, y: str
-) -> str:
-    """Draw the values of trials, and the best so far as a step line."""
+    groups: Mapping[str, Line],
+    *,
+    title: str,
+    x: str | None = None,
+    line: Mapping[str, Line] | None = None,
+    log: tuple[bool, bool] = (False, False),
+) -> Chart:
+    """Draw groups of points, and lines as steps.
+
+    Args:
+        groups: x, which may be words, and y, by the group's name.
+        log: Whether each of both axes is logarithmic.
+    """
+    colours = dict(zip(groups, (SERIES[0], QUIET, SERIES[2]), strict=False))
+    colours |= dict.fromkeys(line or {}, SERIES[1])
 
     def draw(axes: Axes) -> None:
-        axes.scatter(xs, ys, s=14, color=SERIES[0], label="a trial")
-        axes.step(xs, best, where="post", color=SERIES[1], linewidth=1.4, label="the best so far")
-        axes.set(xlabel=x, ylabel=y)
-        axes.grid(alpha=0.6)
-        axes.legend()
+        for name, (xs, ys) in groups.items():
+            axes.scatter(xs, ys, s=26, color=colours[name], alpha=0.8, lw=0)
+        for name, (xs, ys) in (line or {}).items():
+            axes.step(xs, ys, where="post", color=colours[name], lw=1.6)
+        axes.margins(0.06)
+        kinds = {type(each) for xs, _ in groups.values() for each in xs}
+        if str not in kinds:
+            _scale(axes.xaxis, log[0], is_whole=kinds == {int})
+        _scale(axes.yaxis, log[1])
+        axes.set(xlabel=x)
 
-    return _drawn(draw)
+    keys = {name: _css(colour) for name, colour in colours.items()}
+    return Chart(_drawn(draw), title, keys if len(keys) > 1 else {})
+
+
+def short(value: float) -> str:
+    """Return a number in at least three digits, without a power of ten.
+
+    >>> short(0.12345), short(31234.5)
+    ('0.123', '31,234')
+    """
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def part_colour(part: str) -> str:
+    return PARTS.get(part, SERIES[0])
+
+
+def swatch(part: str) -> str | None:
+    """Return a part's colour for CSS; None if it has none of its own."""
+    return _css(PARTS[part]) if part in PARTS else None
+
+
+def is_wide(values: Collection[float]) -> bool:
+    """Return whether values are for a logarithmic axis."""
+    return bool(values) and min(values) > 0 and max(values) > 20 * min(values)
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float], list[float]]:
@@ -172,9 +263,29 @@ def thinned(xs: Sequence[float], ys: Sequence[float | None]) -> tuple[list[float
     ]
 
 
-def _height(num_bars: int) -> float:
-    """Return the height of a chart with so many bars, in inches."""
-    return max(2.4, 0.35 * num_bars + 1.7)
+def running_median(ys: Sequence[float]) -> list[float]:
+    """Return the median of each value and its neighbours, a twentieth of all.
+
+    >>> running_median([1.0, 1.0, 9.0, 1.0, 1.0])
+    [1.0, 1.0, 1.0, 1.0, 1.0]
+    """
+    half = max(2, len(ys) // 40)
+    return [median(ys[max(0, place - half) : place + half + 1]) for place in range(len(ys))]
+
+
+def _css(colour: str) -> str:
+    return f"var({_VARIABLES[colour]})"
+
+
+def _scale(axis: Axis, log: bool = False, *, is_whole: bool = False) -> None:
+    """Give an axis a grid and a few plain numbers, which are integers if `is_whole`."""
+    if log:
+        (axis.axes.set_xscale if axis is axis.axes.xaxis else axis.axes.set_yscale)("log")
+        axis.set_major_formatter("{x:g}")  # the default needs mathematical text
+        axis.set_minor_formatter("")
+    else:
+        axis.set_major_locator(MaxNLocator(5, integer=is_whole))
+    axis.grid(alpha=0.6)
 
 
 def _drawn(draw: Callable[[Axes], None], *, height: float = _SIZE_INCHES[1]) -> str:
@@ -183,6 +294,7 @@ def _drawn(draw: Callable[[Axes], None], *, height: float = _SIZE_INCHES[1]) -> 
         figure.patch.set_alpha(0.0)
         axes = figure.subplots()
         axes.patch.set_alpha(0.0)
+        axes.set_axisbelow(True)
         draw(axes)
         written = io.StringIO()
         figure.savefig(

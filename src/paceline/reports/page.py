@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.document import strict
-from paceline.base.errors import UsageError, with_extra
+from paceline.base.errors import UsageError
 from paceline.proof.certificate import DOCUMENT as CERTIFICATE
-from paceline.proof.certificate import table as certificate_table
 from paceline.reports.diagnosis import (
     AVOIDABLE,
     COMPUTING,
@@ -25,32 +21,31 @@ from paceline.reports.diagnosis import (
     rank_seconds,
     step_parts,
 )
+from paceline.reports.html import (
+    MIB,
+    Page,
+    Section,
+    Tile,
+    day,
+    duration,
+    figure,
+    interval,
+    place,
+    plural,
+    prepare,
+    shown,
+    size,
+)
+from paceline.reports.proof import of_proof
 from paceline.reports.record import RunRecord
+from paceline.reports.study import of_study
 from paceline.runs import documents, folder
 
+if TYPE_CHECKING:
+    from paceline.reports.charts import Chart
+
 REPORT = "report.html"
-MIB = 2**20
 MOST_BARS = 40  # bars of a chart; more would make a page's figures hard to find
-
-
-@dataclass(frozen=True)
-class Chart:
-    svg: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page."""
-
-    title: str
-    text: str = ""
-    charts: Sequence[Chart] = ()
-    # A table.
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    picture: str = ""  # an SVG that is not scaled, shown as an image, so that no script in it runs
-    listing: str = ""  # text that is shown unchanged
 
 
 @dataclass(frozen=True)
@@ -89,98 +84,30 @@ def page(path: Path, alternatives: Alternatives) -> str:
     """Return the page's text. Every value of the folder is escaped. Pictures are drawn here or by
     the run.
     """
-    return rendered(*_content(path, alternatives))
+    return _content(path, alternatives).text()
 
 
-def prepare(to: Path) -> None:
-    """Check that a page can be written, before anything takes time for it.
-
-    Raises:
-        UsageError: a package that makes pages is missing, the folder can't be written to, or a file
-            of another kind would be lost.
-    """
-    try:
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"a report needs a package that is not here: {error.name}", hint=with_extra("report")
-        ) from error
-    if to.exists() and (to.is_dir() or to.suffix not in (".html", ".htm")):
-        raise UsageError(
-            f"can't write the page {to}: there is something else of that name",
-            hint="a name in .html",
-        )
-    above = next(parent for parent in to.absolute().parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise UsageError(f"can't write the page {to}: {above} can't be written")
-
-
-def rendered(
-    title: str,
-    subtitle: str,
-    verdict: Mapping[str, str],
-    sections: Sequence[Section],
-    data: Mapping[str, Any],
-) -> str:
-    """Return a page's text.
-
-    data: the figures for programs.
-    """
-    from jinja2 import Environment, PackageLoader
-
-    environment = Environment(
-        loader=PackageLoader("paceline.reports", "."), autoescape=True, trim_blocks=True
-    )
-    environment.filters["base64"] = lambda text: base64.b64encode(
-        text.encode(errors="replace")
-    ).decode()
-    return environment.get_template("page.html.j2").render(
-        title=title, subtitle=subtitle, verdict=verdict, sections=sections, data=data
-    )
-
-
-def _content(
-    path: Path, alternatives: Alternatives
-) -> tuple[str, str, Mapping[str, str], list[Section], Mapping[str, Any]]:
-    """Return the arguments for `rendered`."""
+def _content(path: Path, alternatives: Alternatives) -> Page:
     if (path / folder.PLAN).exists():
         record = RunRecord.read(path)
-        return (
-            f"{record.name}: {record.plan['plan']}",
+        return Page(
+            f"{place(path)} · {record.plan['plan']}",
             _subtitle(record),
             _with_alternative(diagnose(record), alternatives).lines(),
+            _tiles(record),
             list(_of_run(record, alternatives)),
             strict(record.summary),
         )
     if (path / folder.STUDY).exists():
         study = documents.read(path / folder.STUDY, documents.StudyDocument)
-        return (
-            f"search {study['study']}",
-            f"{len(study['trials'])} trials",
-            _of_best(study),
-            list(_of_study(study)),
-            strict(study),
-        )
+        return of_study(study, path)
     if (path / CERTIFICATE).exists():
-        proof = folder.read_document(path, CERTIFICATE)
-        return (
-            "certificate",
-            str(proof.get("written", "")),
-            {},
-            [_certificate(proof)],
-            strict(proof),
-        )
+        return of_proof(folder.read_document(path, CERTIFICATE))
     raise UsageError(
         f"{path} is not the folder of a run, a search or a proof: it has no {folder.PLAN}, {folder.STUDY} or "
         f"{CERTIFICATE}",
         hint="paceline train JOB --run DIR writes one",
     )
-
-
-def _subtitle(record: RunRecord) -> str:
-    devices = record.plan.get("devices", "")
-    return f"{record.plan.get('world_size', 1)} ranks on {devices}; {record.path.resolve()}"
 
 
 def _with_alternative(judged: Diagnosis, alternatives: Alternatives) -> Diagnosis:
@@ -205,17 +132,71 @@ def _with_alternative(judged: Diagnosis, alternatives: Alternatives) -> Diagnosi
 # --- The sections of a run --------------------------------------------------------------------------------------
 
 
+def _subtitle(record: RunRecord) -> str:
+    kind = "CPU" if str(record.plan.get("devices", "")).startswith("cpu") else "GPU"
+    facts = (
+        plural(record.plan.get("world_size", 1), f"{kind} rank"),
+        plural(_num_steps(record), "step"),
+        day(record.origin.get("began", "")),
+        "finished" if record.summary else "did not end",
+    )
+    return " · ".join(filter(None, facts))
+
+
+def _num_steps(record: RunRecord) -> int:
+    return int(record.summary.get("steps") or max((row["step"] for row in record.steps), default=0))
+
+
+def _tiles(record: RunRecord) -> list[Tile]:
+    """Return the figures that most readers look for; of a run that did not end, its last ones."""
+    last, evaluation = ({}, *record.steps)[-1], ({}, *record.evaluations)[-1]
+    figures = {
+        **evaluation,
+        "final_loss": last.get("loss"),
+        "step_s": median([row["step_s"] for row in record.steps] or [0.0]) or None,
+        **record.summary,
+        "steps": _num_steps(record),
+    }
+    metrics = figures.get("metrics") or {}
+    figures |= metrics
+    low, high, memory = (
+        record.predicted.get(name) for name in ("step_s_low", "step_s_high", "peak_memory_bytes")
+    )
+    notes = {
+        "validation_loss": f"training {shown(figures['final_loss'])}",
+        **dict.fromkeys(list(metrics)[:1], "validation"),
+        "samples_per_s": f"{shown(figures.get('samples'))} samples",
+        "step_s": f"predicted {interval(low, high)}" if low and high else "",
+        "peak_memory_bytes": f"predicted {size(memory)}" if memory else "",
+        "wall_s": plural(figures["steps"], "step"),
+        "final_loss": "training",
+        "steps": "",
+    }
+    known = {name: note for name, note in notes.items() if figures.get(name) is not None}
+    return [Tile(*figure(name, figures[name]), note) for name, note in known.items()][:6]
+
+
 def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
-    yield _figures(record)
+    if message := record.failure.get("message", ""):
+        yield Section("What it said", listing=message)
     if record.steps:
-        yield _training(record)
-        yield _speed(record)
+        low, high = record.predicted.get("step_s_low"), record.predicted.get("step_s_high")
+        yield Section(
+            "Training",
+            "Thin lines are single steps, thick ones their running median."
+            + " The band is the predicted interval of 80 % of cases." * bool(low and high),
+            [
+                *_training(record),
+                *_speed(record, (1e3 * low, 1e3 * high) if low and high else None),
+            ],
+        )
     yield from _step_time(record)
     yield from _memory(record)
     if record.schedule:
         yield Section(
             "Schedule",
-            "What each rank did in the traced steps. White is waiting.",
+            "What each rank did in the traced steps. Numbers are micro-batches; where nothing is "
+            "drawn, a rank waits.",
             picture=record.schedule,
         )
     yield from _ranks(record)
@@ -244,24 +225,58 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
         ]
         yield Section("Losses of ranks and recoveries", head=_head(events), rows=_rows(events))
     if alternatives.plans or alternatives.note:
-        yield Section(
-            "Other plans on these devices",
-            alternatives.note,
-            head=("plan", "its step", "memory a rank"),
-            rows=[
-                (name, f"{ratio:.2f} of this plan's, as predicted", f"{memory / MIB:,.0f} MiB")
-                for name, ratio, memory in alternatives.plans
-            ],
-        )
+        yield _other_plans(alternatives)
     if (record.path / CERTIFICATE).exists():
-        yield _certificate(folder.read_document(record.path, CERTIFICATE))
+        yield from of_proof(folder.read_document(record.path, CERTIFICATE)).sections
+    rows = _figures(record.summary)
     yield Section(
-        "Where it comes from",
-        rows=[
-            (name.replace("_", " "), _value(value))
-            for name, value in {**record.origin, **record.job}.items()
-            if name != "files"
-        ],
+        "All figures",
+        "" if record.summary else "The run did not end, so there is no summary.",
+        rows=rows,
+        folded=f"{len(rows)} figures of summary.json",
+    )
+    yield _source(record)
+
+
+def _other_plans(alternatives: Alternatives) -> Section:
+    from paceline.reports import charts
+
+    bars = {name: {"step": ratio} for name, ratio, _ in alternatives.plans}
+    return Section(
+        "Other plans on these devices",
+        alternatives.note,
+        [charts.stacked(bars, title="step, in steps of this plan, as predicted", unit="×")]
+        if bars
+        else (),
+        ("plan", "its step", "memory a rank"),
+        [(name, f"{ratio:.2f} ×", size(memory)) for name, ratio, memory in alternatives.plans],
+    )
+
+
+def _source(record: RunRecord) -> Section:
+    """Return where the run comes from in one line, and the details."""
+    job, git, settings = (
+        record.job,
+        record.origin.get("git") or {},
+        record.job.get("settings") or {},
+    )
+    words = [
+        f"{place(job['path'])}:{job['function']}" if job else "a job made in Python",
+        *(f"--set {name}={value}" for name, value in settings.items()),
+    ]
+    if git.get("commit"):
+        changed = git.get("modified")
+        words.append(
+            f"at {git['commit'][:7]} ({f'{changed} files changed' if changed else 'clean'})"
+        )
+    rows = [
+        (f"{name} {inner}".strip().replace("_", " "), shown(value))
+        for name, group in {**record.origin, **record.job}.items()
+        if name != "files"
+        for inner, value in (group if isinstance(group, Mapping) else {"": group}).items()
+    ]
+    return Section(
+        "Where it comes from", " ".join(words), rows=rows, folded="versions, command and commit"
     )
 
 
@@ -288,7 +303,7 @@ def _ranks(record: RunRecord) -> Iterator[Section]:
         text,
         head=("in the traced steps", *kinds),
         rows=[
-            (f"rank {rank}", *(_ms(1e3 * each.get(kind, 0.0)) for kind in kinds))
+            (f"rank {rank}", *(duration(each.get(kind, 0.0)) for kind in kinds))
             for rank, each in seconds.items()
         ],
     )
@@ -303,57 +318,55 @@ def _servers(record: RunRecord) -> Iterator[Section]:
     counts = {
         name: count for name, count in (record.summary.get("staleness") or {}).items() if count
     }
+    workers = record.summary.get("workers") or {}
     if counts:
-        shown = dict(sorted(counts.items(), key=lambda item: item[0].zfill(9))[:MOST_BARS])
+        ordered = dict(sorted(counts.items(), key=lambda item: item[0].zfill(9))[:MOST_BARS])
+        bars = {plural(int(name), "update"): {"": count} for name, count in ordered.items()}
+        many, total = len(workers), sum(counts.values())
         yield Section(
             "Staleness",
-            "How many updates of others a gradient's weights missed.",
+            "How many updates of others were made after a gradient's weights were fetched."
+            + (
+                f" {many} workers make a step of {many} updates. The plan's staleness bounds how many parts "
+                "a worker is ahead of the slowest one, which is not a bound on these updates."
+                if many
+                else ""
+            ),
+            [charts.stacked(bars, title="gradients by updates that they missed")],
+            ("missed", "gradients", "part of all"),
             [
-                Chart(
-                    charts.stacked(
-                        {name: {"gradients": count} for name, count in shown.items()}, x="gradients"
-                    ),
-                    "gradients by updates missed",
-                )
+                (name, f"{bar['']:,}", f"{100 * bar[''] / total:.1f} %")
+                for name, bar in bars.items()
             ],
         )
-    workers = record.summary.get("workers") or {}
     kinds = list(dict.fromkeys(kind for each in workers.values() for kind in each))
     if workers:
         yield Section(
             "Workers",
-            head=("", *(kind.replace("_", " ") for kind in kinds)),
+            head=("worker", *(figure(kind, 0.0)[0] for kind in kinds)),
             rows=[
-                (f"worker {name}", *(_value(each.get(kind)) for kind in kinds))
+                (str(name), *(figure(kind, each.get(kind))[1] for kind in kinds))
                 for name, each in workers.items()
             ],
         )
 
 
-def _figures(record: RunRecord) -> Section:
-    flat = {**record.summary, **(record.summary.get("metrics") or {})}
+def _figures(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return all figures as rows, with their units."""
+    flat = {**summary, **(summary.get("metrics") or {})}
     check = flat.get("check") or {}
     rows = [
-        (name, _value(value))
+        figure(name, value)
         for name, value in flat.items()
         if value is not None and not isinstance(value, Mapping)
     ]
     if check:
-        rows.append(
-            (
-                "first update against one device",
-                f"{check['verdict']} {check.get('reason') or ''}".strip(),
-            )
-        )
-    return Section(
-        "Figures",
-        "" if record.summary else "The run did not end, so there is no summary.",
-        listing=record.failure.get("message", ""),
-        rows=rows,
-    )
+        words = ": ".join(filter(None, (check["verdict"], check.get("reason"))))
+        rows.append(("first update against one device", words))
+    return rows
 
 
-def _training(record: RunRecord) -> Section:
+def _training(record: RunRecord) -> list[Chart]:
     from paceline.reports import charts
 
     steps = [row["step"] for row in record.steps]
@@ -363,8 +376,7 @@ def _training(record: RunRecord) -> Section:
     if evaluated:
         series["validation"] = (evaluated, [row["validation_loss"] for row in record.evaluations])
     known = [value for _, values in series.values() for value in values if value is not None]
-    is_wide = bool(known) and min(known) > 0 and max(known) > 20 * min(known)
-    drawn = [Chart(charts.lines(series, x="step", y="loss", log=is_wide), "loss")]
+    drawn = [charts.lines(series, title="loss", log=charts.is_wide(known))]
     for name in _metrics(record.steps) | _metrics(record.evaluations):
         measured = {"training": record.steps, "validation": record.evaluations}
         series = {
@@ -372,15 +384,11 @@ def _training(record: RunRecord) -> Section:
             for kind, rows in measured.items()
             if name in _metrics(rows)
         }
-        drawn.append(Chart(charts.lines(series, x="step", y=name), name))
+        drawn.append(charts.lines(series, title=name))
     rates = [row.get("lr") for row in record.steps]
     if len(set(rates)) > 1:
-        drawn.append(
-            Chart(
-                charts.lines({"lr": (steps, rates)}, x="step", y="learning rate"), "learning rate"
-            )
-        )
-    return Section("Training", charts=drawn)
+        drawn.append(charts.lines({"lr": (steps, rates)}, title="learning rate"))
+    return drawn
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, None]:
@@ -393,7 +401,8 @@ def _metric(row: Mapping[str, Any], name: str) -> float | None:
     return value
 
 
-def _speed(record: RunRecord) -> Section:
+def _speed(record: RunRecord, predicted: tuple[float, float] | None) -> list[Chart]:
+    """Return charts of each step's time, in ms and with the predicted one, and of the throughput."""
     from paceline.reports import charts
 
     steps, took = (
@@ -405,32 +414,19 @@ def _speed(record: RunRecord) -> Section:
     rates = [
         1e3 * count / ms if ms and count > 0 else None for count, ms in zip(done, took, strict=True)
     ]
-    low, high = record.predicted.get("step_s_low"), record.predicted.get("step_s_high")
-    marks = {"saved": [row["step"] for row in record.saves]} if record.saves else None
-    return Section(
-        "Speed",
-        charts=[
-            Chart(
-                charts.lines(
-                    {"measured": (steps, took)},
-                    x="step",
-                    y="step time, ms",
-                    band=(1e3 * low, 1e3 * high) if low and high else None,
-                    marks=marks,
-                ),
-                "time of a step; the band holds the predicted interval of 80 %",
-            ),
-            Chart(
-                charts.lines({"measured": (steps, rates)}, x="step", y="samples a second"),
-                "throughput",
-            ),
-        ],
-    )
+    return [
+        charts.lines(
+            {"measured": (steps, took)},
+            title="time of a step, ms",
+            clipped=True,
+            band=predicted,
+            marks={"saved": [row["step"] for row in record.saves]} if record.saves else None,
+        ),
+        charts.lines({"measured": (steps, rates)}, title="samples a second", clipped=True),
+    ]
 
 
 def _step_time(record: RunRecord) -> Iterator[Section]:
-    from paceline.reports import charts
-
     breakdown, parts = record.predicted.get("breakdown") or {}, step_parts(record)
     bars = {
         "predicted": {
@@ -448,153 +444,44 @@ def _step_time(record: RunRecord) -> Iterator[Section]:
         if divided
         else ""
     )
-    yield Section(
-        "Where a step's time goes",
-        text,
-        [Chart(charts.stacked(bars, x="ms of a step"), "predicted beside measured")],
-        ("part", "predicted", "measured"),
-        [
-            (
-                name,
-                *(
-                    _ms(bar.get(name))
-                    for bar in (bars.get("predicted", {}), bars.get("measured", {}))
-                ),
-            )
-            for name in dict.fromkeys(name for bar in bars.values() for name in bar)
-        ],
-    )
+    yield _parted("Where a step's time goes", bars, "ms", text=text, total="a step")
+
+
+def _parted(
+    title: str, bars: Mapping[str, Mapping[str, float]], unit: str, *, total: str, text: str = ""
+) -> Section:
+    """Return a chart of parts, and beside it a table of the same figures, which is its legend."""
+    from paceline.reports import charts
+
+    drawn = charts.stacked(bars, title=f"{total}, {unit}", unit=unit)
+    rows = [
+        (part, *(charts.short(bar[part]) if part in bar else "" for bar in bars.values()))
+        for part in dict.fromkeys(part for bar in bars.values() for part in bar)
+    ]
+    return Section(title, text, [replace(drawn, keys={})], (unit, *bars), rows)
 
 
 def _memory(record: RunRecord) -> Iterator[Section]:
-    from paceline.reports import charts
-
     ranks = record.predicted.get("ranks") or []
     if not ranks:
         return
     bars = {
         f"{_named(each['rank'])}, predicted": {
-            name: size / MIB for name, size in each["ledger"].items() if size
+            name: held / MIB for name, held in each["ledger"].items() if held
         }
         for each in ranks
     }
     peak = record.summary.get("peak_memory_bytes")
     if peak is not None:
         bars["fullest rank, measured"] = {"measured peak": peak / MIB}
-    yield Section(
-        "Memory",
-        charts=[Chart(charts.stacked(bars, x="MiB"), "by what holds it")],
-        head=("", "MiB"),
-        rows=[(name, f"{sum(bar.values()):,.0f}") for name, bar in bars.items()],
-    )
+    yield _parted("Memory", bars, "MiB", total="memory of a rank")
 
 
 def _named(rank: Any) -> str:
     return rank if isinstance(rank, str) else f"rank {rank}"
 
 
-# --- Studies and proofs -----------------------------------------------------------------------------------------
-
-
-def _of_best(study: Mapping[str, Any]) -> dict[str, str]:
-    best = study.get("best")
-    if best is None:
-        return {"verdict": "no trial has a result yet"}
-    name = study["objectives"][0]["name"]
-    return {
-        "verdict": f"trial {best['trial']} is the best: {name} {_value(best['value'])}",
-        "with": ", ".join(f"{key}={_value(value)}" for key, value in best["params"].items()),
-        **({"train it": best["command"]} if best.get("command") else {}),
-    }
-
-
-def _of_study(study: Mapping[str, Any]) -> Iterator[Section]:
-    from paceline.reports import charts
-
-    done = [trial for trial in study["trials"] if trial.get("value") is not None]
-    if done:
-        objective = study["objectives"][0]
-        pick = max if objective["direction"] == "maximize" else min
-        values = [trial["value"] for trial in done]
-        best = [pick(values[:count]) for count in range(1, len(values) + 1)]
-        yield Section(
-            "Progress",
-            charts=[
-                Chart(
-                    charts.points(
-                        [trial["number"] for trial in done],
-                        values,
-                        best,
-                        x="trial",
-                        y=objective["name"],
-                    ),
-                    objective["name"],
-                )
-            ],
-        )
-    for name, weights in _importances(study):
-        yield Section(
-            f"What {name} depends on",
-            charts=[
-                Chart(
-                    charts.stacked(
-                        {
-                            parameter: {"importance": weight}
-                            for parameter, weight in weights.items()
-                        },
-                        x="part of the spread",
-                    ),
-                    "importance of each parameter (fANOVA)",
-                )
-            ],
-        )
-    parameters = list(dict.fromkeys(name for trial in study["trials"] for name in trial["params"]))
-    yield Section(
-        "Trials",
-        head=("trial", "state", "value", *parameters, "plan"),
-        rows=[
-            (
-                str(trial["number"]),
-                trial["state"],
-                _value(trial.get("value", trial.get("values"))),
-                *(_value(trial["params"].get(name)) for name in parameters),
-                str(trial.get("plan", "")),
-            )
-            for trial in study["trials"]
-        ],
-    )
-
-
-def _importances(study: Mapping[str, Any]) -> list[tuple[str, Mapping[str, float]]]:
-    """Return importances by objective. A study of one objective stores them by parameter only."""
-    importances = study.get("importances") or {}
-    if not importances:
-        return []
-    if all(isinstance(value, Mapping) for value in importances.values()):
-        return [(name, weights) for name, weights in importances.items() if weights]
-    return [(study["objectives"][0]["name"], importances)]
-
-
-def _certificate(proof: Mapping[str, Any]) -> Section:
-    try:
-        return Section("Certificate", listing=certificate_table(proof))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"the certificate is damaged: {error!r}", hint="paceline verify JOB writes a new one"
-        ) from error
-
-
 # --- Values -----------------------------------------------------------------------------------------------------
-
-
-def _value(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 1e5 <= abs(value) < 1e15 else f"{value:.6g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
 
 
 def _when(time_s: float) -> str:
@@ -605,14 +492,10 @@ def _when(time_s: float) -> str:
     )
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g} ms"
-
-
 def _head(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     head = _head(rows)
-    return [[_value(row.get(name)) for name in head] for row in rows]
+    return [[shown(row.get(name)) for name in head] for row in rows]

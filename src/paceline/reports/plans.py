@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.reports.diagnosis import PREDICTED_PARTS
-from paceline.reports.page import MIB, Chart, Section, prepare, rendered
+from paceline.reports.html import (
+    MIB,
+    Page,
+    Section,
+    Tile,
+    duration,
+    interval,
+    plural,
+    prepare,
+    size,
+)
 from paceline.runs import folder
 
 MOST_DRAWN = 12  # plans of a chart; so many fit the height of a phone
@@ -25,13 +35,14 @@ def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
     from paceline.base.files import write_text
 
     prepare(to)
-    text = rendered(
+    text = Page(
         f"plans on {answer['cluster']}",
         f"{answer['tried']} plans were priced",
         _verdict(answer, command),
+        _tiles(answer),
         list(_sections(answer)),
         answer,
-    )
+    ).text()
     folder.writable(to.parent)
     write_text(to, text)
     return to
@@ -48,58 +59,85 @@ def _verdict(answer: Mapping[str, Any], command: str) -> dict[str, str]:
         }
     chosen = next(row for row in answer["plans"] if row["plan"] == answer["chosen"])
     return {
-        "verdict": f"{chosen['plan']}: {chosen['step_s']:.3g} s a step, {chosen['samples_per_s']:,.4g} samples/s",
+        "verdict": f"{chosen['plan']}: {duration(chosen['step_s'])} a step, {chosen['samples_per_s']:,.4g} samples/s",
         "why": chosen["reason"],
         "next": f"{command} --plan '{chosen['plan']}'",
     }
 
 
+def _tiles(answer: Mapping[str, Any]) -> list[Tile]:
+    """Return the figures of the chosen plan, or of the one that is nearest to fit."""
+    rows = {row["plan"]: row for row in answer["plans"]}
+    row, single = rows[answer["chosen"] or answer["plans"][0]["plan"]], rows.get("single")
+    ratio = f"{single['step_s'] / row['step_s']:.2f} times one device" if single else ""
+    return [
+        Tile(
+            "step",
+            duration(row["step_s"]),
+            f"{interval(row['step_s_low'], row['step_s_high'])} in 80 % of cases",
+        ),
+        Tile("samples/s", f"{row['samples_per_s']:,.0f}", ratio),
+        Tile(
+            "memory of the fullest rank",
+            size(row["memory_bytes"]),
+            "" if row["fits"] else "too much",
+        ),
+        Tile(
+            "plans priced",
+            f"{answer['tried']:,}",
+            f"{plural(len(answer['refused']), 'kind')} refused",
+        ),
+    ]
+
+
 def _sections(answer: Mapping[str, Any]) -> Iterator[Section]:
     from paceline.reports import charts
 
-    drawn = _drawn(answer)
-    intervals = {row["plan"]: (1e3 * row["step_s_low"], 1e3 * row["step_s_high"]) for row in drawn}
-    grey = {row["plan"] for row in drawn if row["relaxed"]}
+    drawn = {f"{'~' * row['relaxed']}{row['plan']}": row for row in _drawn(answer)}
+    intervals = {
+        name: (1e3 * row["step_s_low"], 1e3 * row["step_s_high"]) for name, row in drawn.items()
+    }
+    grey = {name for name, row in drawn.items() if row["relaxed"]}
     times = {
-        row["plan"]: {
-            PREDICTED_PARTS.get(name, name): 1e3 * seconds
-            for name, seconds in row["breakdown"].items()
+        name: {
+            PREDICTED_PARTS.get(part, part): 1e3 * seconds
+            for part, seconds in row["breakdown"].items()
         }
         or {"step": 1e3 * row["step_s"]}
-        for row in drawn
+        for name, row in drawn.items()
     }
     memory = {
-        row["plan"]: {"memory of the fullest rank": row["memory_bytes"] / MIB} for row in drawn
+        name: {part: held / MIB for part, held in row["ledger"].items() if held}
+        for name, row in drawn.items()
     }
     yield Section(
         "Predicted step and memory",
-        "The chosen plan, one device, replicas on all devices, and the best plan of each other kind."
+        "The chosen plan, one device, replicas on all devices, and the best plan of each other kind. "
+        "Thin lines are intervals that hold 80 % of cases."
         + (
-            " Grey plans are relaxed: they don't compute exactly what one device computes."
+            " Grey plans (~) are relaxed: they don't compute exactly what one device computes."
             * bool(grey)
         ),
         charts=[
-            Chart(
-                charts.stacked(times, x="ms of a step", intervals=intervals, grey=grey),
-                "where a step's time goes, with the interval of 80 % of cases",
-            ),
-            Chart(charts.stacked(memory, x="MiB", grey=grey), "memory of the fullest rank"),
+            charts.stacked(times, title="a step, ms", unit="ms", intervals=intervals, grey=grey),
+            charts.stacked(memory, title="memory of the fullest rank, MiB", unit="MiB", grey=grey),
         ],
     )
     yield Section(
         "Plans",
-        head=("plan", "s/step", "80 % of cases", "samples/s", "MiB", "why not"),
+        head=("plan", "step", "80 % of cases", "samples/s", "memory", "why not"),
         rows=[
             (
                 f"{'~' if row['relaxed'] else ''}{row['plan']}",
-                f"{row['step_s']:.3g}",
-                f"{row['step_s_low']:.3g} to {row['step_s_high']:.3g}",
+                duration(row["step_s"]),
+                interval(row["step_s_low"], row["step_s_high"]),
                 f"{row['samples_per_s']:,.4g}",
-                f"{row['memory_bytes'] / MIB:,.0f}",
+                size(row["memory_bytes"]),
                 "chosen" if row["plan"] == answer["chosen"] else row["reason"],
             )
             for row in answer["plans"]
         ],
+        folded=f"{len(answer['plans'])} plans, with why each was not chosen",
     )
     if answer["flips"]:
         yield Section(

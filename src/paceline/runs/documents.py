@@ -143,6 +143,7 @@ class TrialDocument(TypedDict, total=False):
     params: Required[dict[str, Any]]
     value: Real | None
     values: list[Real] | None
+    ended_s: Real | None
 
 
 class ObjectiveDocument(TypedDict, total=False):
@@ -168,7 +169,9 @@ class StudyDocument(TypedDict, total=False):
     trials: Required[list[TrialDocument]]
     objectives: Required[Annotated[list[ObjectiveDocument], msgspec.Meta(min_length=1)]]
     best: BestTrialDocument | None
+    pareto: list[TrialDocument] | None
     importances: dict[str, Real | dict[str, Real]] | None
+    test: dict[str, Real | None] | None
 
 
 class TraceEvent(TypedDict, total=False):
