@@ -216,14 +216,6 @@ def marked_runs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(place, name, work)
 
 
-@pytest.fixture
-def undrawn_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Searches draw no figures, which take longer than their trials, but in tests that are marked for it and under
-    `--whole`."""
-    if not (request.node.get_closest_marker("drawn_searches") or _is_whole(request.config)):
-        monkeypatch.setattr("paceline.searches.report.draw", lambda study, objectives, run_dir: [])
-
-
 @pytest.fixture(scope="module")
 def charts_drawn_once() -> Iterator[None]:
     """Of equal figures, which most pages of a file's tests have: a chart takes longer than all else of its page."""

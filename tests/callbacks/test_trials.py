@@ -13,8 +13,6 @@ import paceline as pl
 from paceline.base.errors import PacelineError
 from paceline.job.file import JobFile
 
-pytestmark = [pytest.mark.usefixtures("undrawn_searches")]
-
 
 def search(tmp_path: Path, plan: str, **options: Any) -> dict[str, Any]:
     (tmp_path / "net.py").write_text(JOB)

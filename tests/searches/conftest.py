@@ -9,9 +9,7 @@ from jobs.studies import JOB
 
 
 @pytest.fixture
-def job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: Path, undrawn_searches: None
-) -> str:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: Path) -> str:
     """The file of a small job."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "net.py"

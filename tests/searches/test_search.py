@@ -18,8 +18,6 @@ import paceline as pl
 from paceline.base.errors import JobError, PacelineError, UsageError
 from paceline.job.file import JobFile
 from paceline.runs import folder
-from paceline.searches import report
-from paceline.searches.objectives import Objective
 from paceline.searches.storage import open_storage
 
 
@@ -27,7 +25,6 @@ def states(study: Any) -> list[str]:
     return [trial["state"] for trial in study["trials"]]
 
 
-@pytest.mark.drawn_searches
 def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_path: Path):
     """study.json, the winner's test figures, figures to look at, and a configuration that trains to the same value."""
     run = tmp_path / "run"
@@ -47,11 +44,6 @@ def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_p
         "lr",
         "width",
         "net.act",
-    }
-    assert {path.name for path in run.glob("*.svg")} == {
-        "history.svg",
-        "importances.svg",
-        "parallel.svg",
     }
 
     trained = pl.train(JobFile.parse(job, best["settings"]), best["plan"], run=tmp_path / "again")
@@ -351,36 +343,6 @@ def test_limits_refuse_before_training_and_predictions_are_objectives(job: str, 
     assert {"complete", "refused"} == set(states(study))
     front = [trial["values"] for trial in study["pareto"]]
     assert front and not any(a[0] < b[0] and a[1] < b[1] for a in front for b in front)
-
-
-def test_the_pareto_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Beside the figures of each objective."""
-    study = optuna.create_study(directions=["minimize", "minimize"])
-    for x in range(2):
-        study.add_trial(optuna.trial.create_trial(values=[x, 1 - x]))
-    drawn, save = [], report._save
-
-    def noted(plot: Any, run_dir: Path, name: str) -> Path | None:
-        drawn.append(name)
-        return save(plot, run_dir, name) if name == "pareto" else None
-
-    monkeypatch.setattr(report, "_save", noted)
-    objectives = [Objective("validation_loss"), Objective("parameters")]
-    assert report.draw(study, objectives, tmp_path) == [tmp_path / "pareto.svg"]
-    assert drawn == [
-        *(
-            f"{kind}-{name}"
-            for name in ("validation_loss", "parameters")
-            for kind in ("history", "parallel", "importances")
-        ),
-        "pareto",
-    ]
-    from matplotlib import pyplot
-
-    assert (
-        save(lambda: pyplot.subplots()[1], tmp_path, "history-val/top:1")
-        == tmp_path / "history-val-top-1.svg"
-    )
 
 
 def test_a_space_can_have_conditions(job: str, tmp_path: Path):

@@ -77,9 +77,7 @@ def command(file: str, trials: int, run: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("trials", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_trials_run_on_both_nodes(
-    cluster: Any, file: str, tmp_path: Path, trials: int, undrawn_searches: None
-):
+def test_trials_run_on_both_nodes(cluster: Any, file: str, tmp_path: Path, trials: int):
     """With choices, pruning, the winner's test figures, and the value that training the winner gives."""
     run = tmp_path / "run"
     study = pl.search(

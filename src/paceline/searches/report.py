@@ -1,21 +1,14 @@
-"""The results of a study: study.json, the best configuration, and figures. They come only from
-Optuna's storage.
-"""
+"""The results of a study: study.json and the best configuration. They come only from Optuna's storage."""
 
 from __future__ import annotations
 
-import re
 import shlex
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.document import strict
-from paceline.base.errors import with_extra
 from paceline.job.file import JobFile
 from paceline.searches.controller import common_cause
 from paceline.searches.objectives import Objective
@@ -152,73 +145,6 @@ def _importances(study: optuna.Study, index: int) -> dict[str, float]:
         except (ValueError, RuntimeError):  # fewer than two trials, or all alike
             return {}
     return {name: float(value) for name, value in shares.items()}
-
-
-def draw(study: optuna.Study, objectives: Sequence[Objective], run_dir: Path) -> list[Path]:
-    """Write history, importances and parallel coordinates of each objective, and the Pareto front, as SVG."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print(
-            f"no figures: the package 'matplotlib' is not installed ({with_extra('search')})",
-            file=sys.stderr,
-        )
-        return []
-    if "matplotlib.pyplot" not in sys.modules:
-        matplotlib.use("Agg")
-    from optuna.visualization import matplotlib as plots
-
-    drawn = []
-    with quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for index, objective in enumerate(objectives):
-            target = {
-                "target": lambda trial, index=index: trial.values[index],
-                "target_name": objective.name,
-            }
-            tail = f"-{objective.name}" if len(objectives) > 1 else ""
-            drawn.append(
-                _save(
-                    lambda t=target: plots.plot_optimization_history(study, **t),
-                    run_dir,
-                    f"history{tail}",
-                )
-            )
-            drawn.append(
-                _save(
-                    lambda t=target: plots.plot_parallel_coordinate(study, **t),
-                    run_dir,
-                    f"parallel{tail}",
-                )
-            )
-            drawn.append(
-                _save(
-                    lambda t=target: plots.plot_param_importances(study, **t),
-                    run_dir,
-                    f"importances{tail}",
-                )
-            )
-        if 2 <= len(objectives) <= 3:
-            names = [objective.name for objective in objectives]
-            drawn.append(
-                _save(lambda: plots.plot_pareto_front(study, target_names=names), run_dir, "pareto")
-            )
-    return [path for path in drawn if path is not None]
-
-
-def _save(plot: Any, run_dir: Path, name: str) -> Path | None:
-    from matplotlib import pyplot
-
-    try:
-        axes = plot()
-    except (ValueError, RuntimeError):  # too few trials for this figure
-        return None
-    figure = axes.figure if hasattr(axes, "figure") else axes.flat[0].figure
-    path = run_dir / (re.sub(r"[^\w.-]", "-", name) + ".svg")
-    figure.set_size_inches(10, 6)
-    figure.savefig(path, bbox_inches="tight")
-    pyplot.close(figure)
-    return path
 
 
 def failure_summary(reasons: Sequence[str]) -> str:

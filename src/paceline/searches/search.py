@@ -317,7 +317,6 @@ def _finish(study: Any, request: Request, run_dir: Path, controller: Controller)
             hint=f"the logs are in {run_dir / 'trials'}",
         )
     document = _write(study, request, run_dir, final=True)
-    report.draw(study, request.objectives, run_dir)
     if controller.failures:
         print(report.failure_summary(list(controller.failures.values())), file=sys.stderr)
     return StudyResult(document, run_dir)
