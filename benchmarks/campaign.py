@@ -38,10 +38,10 @@ PLANS = (
     "shard=2",
     "pipeline=2",
     "tensor=2",
-    "place=auto parts=2",
+    "place=2",
     "data=2 local=3",
-    "server=1 workers=2",
-    "server=1 workers=2 staleness=2",
+    "servers=1 workers=2",
+    "servers=1 workers=2 staleness=2",
     "data=2 shard=2",
 )
 COMPARED = ("data=2", "data=2 shard=2")  # whose replicas hold the same weights

@@ -61,13 +61,15 @@ class Way:
 WAYS = (
     Way("all-reduce", "data={n}"),
     Way("all-reduce bf16", "data={n} compress=bf16"),
-    Way("one server", "server=1 workers={n}"),
-    Way("shards", "server={n} workers={n} colocate=yes"),
-    Way("shards bf16", "server={n} workers={n} colocate=yes compress=bf16"),
-    Way("shards staleness=1", "server={n} workers={n} colocate=yes staleness=1"),
-    Way("shards staleness=1 bf16", "server={n} workers={n} colocate=yes staleness=1 compress=bf16"),
-    Way("shards staleness=4", "server={n} workers={n} colocate=yes staleness=4"),
-    Way("shards staleness=inf", "server={n} workers={n} colocate=yes staleness=inf"),
+    Way("one server", "servers=1 workers={n}"),
+    Way("shards", "servers={n} workers={n} colocate=yes"),
+    Way("shards bf16", "servers={n} workers={n} colocate=yes compress=bf16"),
+    Way("shards staleness=1", "servers={n} workers={n} colocate=yes staleness=1"),
+    Way(
+        "shards staleness=1 bf16", "servers={n} workers={n} colocate=yes staleness=1 compress=bf16"
+    ),
+    Way("shards staleness=4", "servers={n} workers={n} colocate=yes staleness=4"),
+    Way("shards staleness=inf", "servers={n} workers={n} colocate=yes staleness=inf"),
     Way("DiLoCo H=10", "data={n} local=10 outer=diloco"),
     Way("DiLoCo H=100 int8", "data={n} local=100 outer=diloco compress=int8", scale=0.5),
 )

@@ -49,7 +49,7 @@ class Way:
     settings: Mapping[str, str] = field(default_factory=dict)
 
 
-_SERVERS = "server=2 workers={n} colocate=yes"
+_SERVERS = "servers=2 workers={n} colocate=yes"
 WAYS = {
     SYNCHRONOUS: Way("data={n}"),
     "bf16": Way("data={n} compress=bf16"),

@@ -49,8 +49,8 @@ PLANS = (
     "pipeline=2 microbatches=4",
     "tensor=2",
     "data=2 local=4",
-    "server=1 workers=2",
-    "server=1 workers=2 staleness=2",
+    "servers=1 workers=2",
+    "servers=1 workers=2 staleness=2",
 )
 TORCHRUN = "torchrun --max-restarts"
 SAVE_EVERY = 20  # steps, of the hand-written loop

@@ -106,10 +106,10 @@ class Peer:
 
 ASYNCHRONOUS, SYNCHRONOUS = "paceline", "paceline, synchronous"
 CONTENDERS: dict[str, Ours | Peer] = {
-    ASYNCHRONOUS: Ours(f"server=1 workers={WORKERS} staleness=inf", WORKERS),
+    ASYNCHRONOUS: Ours(f"servers=1 workers={WORKERS} staleness=inf", WORKERS),
     "torch rpc": Peer("torch", ("with_rpc",), ASYNCHRONOUS),
     "tensorflow": Peer("tensorflow", ("with_tensorflow",), ASYNCHRONOUS),
-    SYNCHRONOUS: Ours(f"server=1 workers={WORKERS}", 1),
+    SYNCHRONOUS: Ours(f"servers=1 workers={WORKERS}", 1),
     "torch rpc, synchronous": Peer("torch", ("with_rpc", "--synchronous"), SYNCHRONOUS),
 }
 

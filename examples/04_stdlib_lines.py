@@ -3,7 +3,7 @@
 As in fastText (Joulin et al. 2016): the words of a line and their pairs are hashed to rows of a table, whose mean goes
 through one layer. A step touches a few hundred rows, so under servers workers hold none of the table:
 
-    paceline train examples/04_stdlib_lines.py --plan "server=2 workers=2 staleness=inf" --devices cpu:0-3
+    paceline train examples/04_stdlib_lines.py --plan "servers=2 workers=2 staleness=inf" --devices cpu:0-3
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Two towers that look at the two halves of a digit: branches run at the same time, one on each device.
 
-paceline train examples/10_two_towers.py --plan "place=auto parts=2" --devices cpu:0-1
+paceline train examples/10_two_towers.py --plan "place=2" --devices cpu:0-1
 """
 
 import torch

@@ -14,8 +14,8 @@ TABLES = Path(__file__).parent / "tables"
 NETWORK_WAYS: Mapping[str, str] = {
     "data=N": "#4c8bf5",
     "data=N compress=bf16": "#a8c7fa",
-    "server=1 workers=N": "#b06000",
-    "server=N workers=N colocate=yes": "#f29900",
+    "servers=1 workers=N": "#b06000",
+    "servers=N workers=N colocate=yes": "#f29900",
     "staleness=inf": "#d93025",
     "data=N local=10 outer=diloco": "#34a853",
     "data=N local=100 outer=diloco compress=int8": "#137333",

@@ -13,14 +13,14 @@ from benchmarks.gpu.speed import MODELS, settings_of
 PLANS = (
     "single",
     "single recompute=full",
-    "single accumulate=2",
+    "single microbatches=2",
     "data=2",
     "shard=2",
     "shard=2 zero=1",
     "tensor=2",
     "pipeline=2",
-    "place=auto parts=2",
-    "server=1 workers=2",
+    "place=2",
+    "servers=1 workers=2",
     "data=2 local=2",
 )
 STEPS = 6

@@ -5,7 +5,7 @@ with an accelerator the host runs ahead: a layer begins when the one before it i
 Batches are cut over replicas, so each layer sleeps in proportion to the samples that it gets: `step_s` is what one host
 needs for `samples` samples. A host may be slower than the others, or be held up now and then: see `Pace`.
 
-    paceline train benchmarks/lab/paced.py --plan "server=8 workers=8 colocate=yes" --set step_s=1.0
+    paceline train benchmarks/lab/paced.py --plan "servers=8 workers=8 colocate=yes" --set step_s=1.0
 """
 
 from __future__ import annotations

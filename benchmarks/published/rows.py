@@ -333,7 +333,7 @@ def _plans(
                     elif "ZB" in row["notes"] or "zero-bubble" in row["notes"].lower():
                         values |= {"schedule": "zero-bubble"}
                 else:
-                    values |= {"accumulate": count}
+                    values |= {"microbatches": count}
                 yield Plan.of(**values)
 
 
@@ -347,7 +347,7 @@ def _image_plan(row: Row, num_devices: int, cluster: Cluster) -> Plan:
     named = rf"{re.escape(row['model'])}(?:\(bs{row['micro_batch']}\))? (\d+) PS"
     if servers == 8 and (stated := re.search(named, kind)):
         servers = int(stated[1])
-    return Plan.of(server=servers, workers=num_devices, colocate="yes" if servers > 1 else "no")
+    return Plan.of(servers=servers, workers=num_devices, colocate="yes" if servers > 1 else "no")
 
 
 def _cluster(row: Row, source: Source, num_devices: int) -> Cluster:

@@ -46,12 +46,12 @@ PLANS = (
     "shard={n} zero=2",
     "shard={n}",
     "data=2 shard=2",
-    "server=1 workers={n}",
-    "server=1 workers={n} colocate=yes",
-    "server={n} workers={n} colocate=yes",
+    "servers=1 workers={n}",
+    "servers=1 workers={n} colocate=yes",
+    "servers={n} workers={n} colocate=yes",
     "data={n} compress=bf16",
-    "server={n} workers={n} colocate=yes compress=bf16",
-    "server={n} workers={n} colocate=yes staleness=1",
+    "servers={n} workers={n} colocate=yes compress=bf16",
+    "servers={n} workers={n} colocate=yes staleness=1",
 )
 
 

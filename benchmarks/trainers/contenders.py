@@ -69,7 +69,7 @@ CONTENDERS = {
         permuted_by_paceline,
         {
             "ignored": {"scalar": "a loss that returns a mean"},
-            "batchnorm": {"place": "`place=auto parts=2`", "tensor": "`tensor=2`", **GROUP_NORM},
+            "batchnorm": {"place": "`place=2`", "tensor": "`tensor=2`", **GROUP_NORM},
         },
         num_processes=1,
     ),

@@ -19,7 +19,7 @@ import paceline as pl
 from benchmarks.trainers.jobs import BATCH, STOP_AFTER, mean_loss, penalised_loss, total_loss
 from benchmarks.trainers.record import Request, read_request, save
 
-PLANS = {"tensor": "tensor=2", "place": "place=auto parts=2"}
+PLANS = {"tensor": "tensor=2", "place": "place=2"}
 
 
 class Penalised(nn.Module):

@@ -82,7 +82,7 @@ def edited(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str,
     [
         ["single", "data=2", "shard=2"],
         ["pipeline=2", "data=2 local=3", "tensor=2"],
-        ["server=1 workers=2 staleness=2", "server=1 workers=2", "single"],
+        ["servers=1 workers=2 staleness=2", "servers=1 workers=2", "single"],
     ],
 )
 def test_each_sample_counts_once_over_launches_under_changing_plans(tmp_path, plans):
@@ -204,7 +204,7 @@ def test_parts_of_later_steps_may_be_kept(tmp_path, also, kinds):
     ):
         journal = Journal(tmp_path / JOURNAL)
         journal.begin(
-            made, plan="server=1 workers=2 staleness=2", world_size=3, after=after, also=kept
+            made, plan="servers=1 workers=2 staleness=2", world_size=3, after=after, also=kept
         )
         for step, part in parts:
             note(journal, step, part)

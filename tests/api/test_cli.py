@@ -571,7 +571,10 @@ def test_a_missing_job_file_is_found_before_anything_starts(verb: Any, tmp_path:
             ["train", "x.py", "data=2", "tensor=2", "lr=1", "wd=2"],
             "did you mean --plan 'data=2 tensor=2' --set lr=1 --set wd=2?",
         ),
-        (["evaluate", "runs/a", "single,accumulate=2"], "did you mean --plan single,accumulate=2?"),
+        (
+            ["evaluate", "runs/a", "single,microbatches=2"],
+            "did you mean --plan single,microbatches=2?",
+        ),
         (["predict", "runs/a", "x.npy", "auto"], "did you mean --plan auto?"),
         (
             ["search", "x.py", "--trials", "2", "runs/a/plan.json"],

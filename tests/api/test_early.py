@@ -159,7 +159,7 @@ def test_no_folder_is_made(tmp_path: Path):
 
 @pytest.mark.checked_runs
 @pytest.mark.parametrize(
-    "plan", ["pipeline=3", "place=auto parts=3", "pipeline=2 schedule=interleaved virtual=2"]
+    "plan", ["pipeline=3", "place=3", "pipeline=2 schedule=interleaved virtual=2"]
 )
 def test_more_stages_than_pieces_are_refused_before_a_rank_starts(plan: str, tmp_path: Path):
     with pytest.raises(PlanError, match="the model has 2 pieces"):

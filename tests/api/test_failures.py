@@ -404,7 +404,7 @@ def test_a_failure_in_the_check_is_in_the_run_folder(run_dir: Path):
 
 
 @pytest.mark.sweep(3)
-@pytest.mark.parametrize("plan", ["single", "shard=2", "data=2 accumulate=2 recompute=full"])
+@pytest.mark.parametrize("plan", ["single", "shard=2", "data=2 microbatches=2 recompute=full"])
 @pytest.mark.parametrize("defect", ["loss is NaN", "loss ignores its input", "loss is a vector"])
 def test_under_other_plans_too(run_dir: Path, plan: str, defect: str):
     """What is wrong with a job does not depend on the plan, nor does what is said of it."""
@@ -784,9 +784,7 @@ def test_a_rank_that_dies(
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize(
-    "plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=auto parts=2"]
-)
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2 microbatches=1", "place=2"])
 def test_a_rank_that_hangs(run_dir: Path, plan: str, hang_begins: Path):
     """The rank, its step and its line are named after the timeout, however the others wait for it."""
 

@@ -132,7 +132,7 @@ class Numbered:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2 shares=3:1", "single accumulate=2", "pipeline=2"])
+@pytest.mark.parametrize("plan", ["data=2 shares=3:1", "single microbatches=2", "pipeline=2"])
 def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(
     plan: str, tmp_path: Path
 ) -> None:
@@ -207,8 +207,10 @@ def test_a_wrong_window_is_not_trained_on(
         lambda self, microbatch, output: loss(self, microbatch, output) * factors[microbatch],
     )
 
-    with pytest.raises(PlanRefused, match=r"first update under 'data=2 accumulate=2'.*gradient of"):
-        paceline.train(make_job(), "data=2 accumulate=2", run=tmp_path / "run")
+    with pytest.raises(
+        PlanRefused, match=r"first update under 'data=2 microbatches=2'.*gradient of"
+    ):
+        paceline.train(make_job(), "data=2 microbatches=2", run=tmp_path / "run")
 
 
 class Counted(nn.Module):
@@ -235,7 +237,7 @@ def test_a_yardstick_is_measured_only_where_it_matters(
     look at the loss by itself. Three take four samples, at once and in parts; a BatchNorm refuses the part of one."""
     job = make_job(lambda: Counted(tmp_path, coupled=coupled), steps=1)
 
-    update_check = checked(job, "data=2 accumulate=2")
+    update_check = checked(job, "data=2 microbatches=2")
 
     assert update_check.verdict == ("coupled" if coupled else "passed")
     assert len(list(tmp_path.iterdir())) == forwards
@@ -347,7 +349,7 @@ def test_an_error_of_the_job_itself_is_told_by_the_run_alone(
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes", "shard=2"]
+    "plan", ["servers=1 workers=2", "servers=1 workers=2 colocate=yes", "shard=2"]
 )
 def test_one_device_that_fails_ends_no_run(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -433,7 +435,7 @@ def test_coupled_samples_are_told_and_trained(
     """A BatchNorm over micro-batches is the job's own doing."""
     job = make_job(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
 
-    summary = paceline.train(job, "data=2 accumulate=2", run=tmp_path)
+    summary = paceline.train(job, "data=2 microbatches=2", run=tmp_path)
 
     assert summary["check"]["verdict"] == "coupled" and summary["steps"] == 3
     assert "cutting a batch changes what this job computes" in capfd.readouterr().err

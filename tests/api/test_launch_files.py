@@ -147,7 +147,7 @@ def test_a_volume_of_docker_may_have_a_dot():
 
 @pytest.mark.parametrize(
     ("name", "hosts", "plan"),
-    [("compose", 2, "data=2"), ("compose-servers", 4, "server=2 workers=2")],
+    [("compose", 2, "data=2"), ("compose-servers", 4, "servers=2 workers=2")],
 )
 def test_the_compose_files_of_the_project_are_what_is_written(name: str, hosts: int, plan: str):
     run = "/runs/digits" if hosts == 2 else "/runs/digits-servers"

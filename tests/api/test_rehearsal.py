@@ -80,10 +80,10 @@ PLANS = [
     "single",
     "data=2 local=3",
     "tensor=2",
-    "server=1 workers=2",
-    "server=1 workers=2 staleness=2",
+    "servers=1 workers=2",
+    "servers=1 workers=2 staleness=2",
     "data=2 shard=2",
-    "place=auto parts=2",
+    "place=2",
 ]
 
 

@@ -28,7 +28,7 @@ PLANS = (
     "shard=2",
     "pipeline=2 tensor=2",
     "data=2 local=3",
-    "server=1 workers=2",
+    "servers=1 workers=2",
 )
 
 
@@ -106,7 +106,7 @@ def test_another_plan_rounds_otherwise(tmp_path: Path):
 
 
 def test_what_can_not_be_computed_again(tmp_path: Path):
-    run = trained(tmp_path / "run", "server=1 workers=2 staleness=inf")
+    run = trained(tmp_path / "run", "servers=1 workers=2 staleness=inf")
     with pytest.raises(UsageError, match="can't be computed again: which worker's update comes"):
         replay(run, 5, job=job())
     with pytest.raises(UsageError, match="recorded no step 13; its steps are 1 to 12"):

@@ -103,7 +103,7 @@ def train(run: Path, data: Any, *, plan: str = "data=2", epochs: int = 2, **opti
         (CachedAfter, {"plan": "tensor=2"}),
         (CachedAfter, {"plan": "single", "loader_workers": 2}),
         (OwnGenerator, {"epochs": 1}),
-        (OwnTorchGenerator, {"plan": "server=1 workers=2"}),
+        (OwnTorchGenerator, {"plan": "servers=1 workers=2"}),
         (MixedWithTheLast, {}),
     ],
 )

@@ -21,7 +21,7 @@ LOGGED = FUNCTION.replace("batch[1])", "batch[1]) + 0 * run.rows").replace(
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("plan", ["data=2 accumulate=2", "tensor=2"])
+@pytest.mark.parametrize("plan", ["data=2 microbatches=2", "tensor=2"])
 def test_the_first_update_of_a_function_is_checked(tmp_path, plan, capfd):
     text = LOGGED if plan.startswith("data") else FUNCTION
     text = f'open(os.environ["TOLD"] + ".started", "a").write("1")\n{text}'.replace(

@@ -106,7 +106,7 @@ def one_device(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "plan",
-    ["tensor=2", "pipeline=2 microbatches=2", "data=2 tensor=2", "data=2 accumulate=2"],
+    ["tensor=2", "pipeline=2 microbatches=2", "data=2 tensor=2", "data=2 microbatches=2"],
 )
 def test_a_function_trains_what_one_device_trains(tmp_path, one_device, plan):
     """Its loss is a sum with a count, its batch is made in the loop, and the last batch is short."""

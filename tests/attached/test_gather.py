@@ -120,7 +120,7 @@ def test_a_loss_that_is_a_function_may_gather_where_all_ranks_call_it(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("plan", "words"), [("single accumulate=2", "in 2 micro-batches"), ("data=2", "only where")]
+    ("plan", "words"), [("single microbatches=2", "in 2 micro-batches"), ("data=2", "only where")]
 )
 def test_a_function_that_gathers_is_refused_where_ranks_would_wait(tmp_path, plan, words):
     with pytest.raises(RankFailed, match=words) as error:
@@ -129,11 +129,11 @@ def test_a_function_that_gathers_is_refused_where_ranks_would_wait(tmp_path, pla
     assert error.value.failure.kind == PlanRefused.__name__
 
 
-@pytest.mark.parametrize("plan", ["single", "data=3", "data=2 accumulate=2"])
+@pytest.mark.parametrize("plan", ["single", "data=3", "data=2 microbatches=2"])
 def test_rows_have_the_order_of_the_batch_of_all_ranks(tmp_path, plan):
     """Numbers of all kinds, in nested values."""
     script = VALUES
-    if "accumulate" in plan:
+    if "microbatches" in plan:
         script = script.replace(
             "F.cross_entropy(model(x), y))",
             "lambda batch: F.cross_entropy(model(batch[0]), batch[1]))",

@@ -149,7 +149,7 @@ OWN_SEEN = (
 
 @pytest.mark.parametrize(
     ("plan", "is_function"),
-    [("single", False), ("data=2", False), ("data=3", True), ("single accumulate=2", True)],
+    [("single", False), ("data=2", False), ("data=3", True), ("single microbatches=2", True)],
 )
 def test_gradients_before_an_update_are_those_of_the_mean(tmp_path, plan, is_function):
     """Where the loss is a sum with its count. Under data=3, a rank has no rows of the last batch."""
@@ -275,7 +275,7 @@ tell(mean=mean, expected=data.tensors[0].mean().item())
 """
 
 
-@pytest.mark.parametrize("plan", ["data=2", "single accumulate=2"])
+@pytest.mark.parametrize("plan", ["data=2", "single microbatches=2"])
 def test_a_record_as_a_batch_stays_a_record(tmp_path, own, plan):
     attached = told(tmp_path, SETUP + RECORDS + OF_RECORDS, plan)
 

@@ -85,7 +85,7 @@ def test_two_models_with_an_optimizer_each(tmp_path, own, plan):
     assert_alike(told(tmp_path, ATTACHED_GAN, plan)["weights"], own["weights"])
 
 
-@pytest.mark.parametrize("plan", ["shard=2", "data=2 accumulate=2", "shard=2 recompute=full"])
+@pytest.mark.parametrize("plan", ["shard=2", "data=2 microbatches=2", "shard=2 recompute=full"])
 def test_losses_of_two_models_as_functions(tmp_path, own, plan):
     assert_alike(told(tmp_path, FUNCTIONS, plan)["weights"], own["weights"])
 
@@ -127,7 +127,9 @@ def test_a_clip_of_an_unknown_optimizer_is_refused(tmp_path):
 def test_a_loss_as_a_function_is_called_for_each_micro_batch(tmp_path):
     own = told(tmp_path / "own", OWN)
 
-    assert_alike(told(tmp_path / "cut", FUNCTION, "data=2 accumulate=2")["weights"], own["weights"])
+    assert_alike(
+        told(tmp_path / "cut", FUNCTION, "data=2 microbatches=2")["weights"], own["weights"]
+    )
 
 
 LOGGED = (
@@ -151,7 +153,7 @@ for epoch""",
 def test_figures_of_a_micro_batch_are_weighed_by_its_rows(tmp_path):
     """Three and two rows of each batch, and of the last one a single row."""
     whole = told(tmp_path / "whole", LOGGED, "single")
-    cut = told(tmp_path / "cut", LOGGED, "single accumulate=2")
+    cut = told(tmp_path / "cut", LOGGED, "single microbatches=2")
 
     assert all(here == given for here, given in cut["rows"])
     assert lines(cut["run"], "logged") == [
@@ -168,7 +170,7 @@ def test_a_tensor_is_refused_under_micro_batches_before_anything_is_updated(tmp_
     )
 
     with pytest.raises(RankFailed, match=r"run\.backward\(function\)") as error:
-        told(tmp_path, script, "single accumulate=2")
+        told(tmp_path, script, "single microbatches=2")
 
     assert error.value.failure.kind == PlanRefused.__name__
     assert "equal True" in capfd.readouterr().err

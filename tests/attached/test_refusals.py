@@ -126,7 +126,7 @@ def test_a_mistake_is_named(tmp_path, wrong):
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        ("server=1 workers=1", "in a loop of its own"),
+        ("servers=1 workers=1", "in a loop of its own"),
         ("data=2 local=4", "in a loop of its own"),
         ("data=30", "30 replicas and the data has 26 samples"),
     ],

@@ -25,8 +25,8 @@ def told(value: Any) -> Any:
 @pytest.mark.parametrize(
     "value",
     [
-        Plan.parse("data=2 shard=2 zero=2 accumulate=3 recompute=full"),
-        Plan.parse("server=2 workers=3 staleness=inf"),
+        Plan.parse("data=2 shard=2 zero=2 microbatches=3 recompute=full"),
+        Plan.parse("servers=2 workers=3 staleness=inf"),
         Plan.parse("data=2 local=3 outer=diloco compress=int8"),
         Device("cuda", 1, 5, holders=("process 7",)),
         Cluster((Device("cpu", 0, 3),), Link(1e9, 0.0), links=((2, Link(1.0, 2.0)),)),

@@ -144,7 +144,7 @@ def test_an_epoch_is_told_its_evaluation_though_nobody_hears_of_evaluations(tmp_
 def test_servers_end_each_epoch_that_callbacks_hear_of(tmp_path: Path):
     """Without validation data nothing else is due there."""
     diary = Diary()
-    train([diary], "server=1 workers=2", tmp_path, epochs=2, validation=None, metrics={})
+    train([diary], "servers=1 workers=2", tmp_path, epochs=2, validation=None, metrics={})
     assert [event[1] for event in diary.events if event[0] == "epoch"] == [5, 10]
 
 
@@ -154,7 +154,7 @@ def one_device_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "servers=1 workers=2"])
 def test_callbacks_hear_and_do_the_same_under_any_plan(
     plan: str, tmp_path: Path, one_device_run: Any
 ):
@@ -190,7 +190,7 @@ class Looks(pl.Callback):
 def test_weights_before_the_first_step_are_those_of_all_servers(tmp_path: Path):
     """Server 0 may ask callbacks before the other servers have joined it."""
     looks = Looks()
-    assert train([looks], "server=2 workers=1", tmp_path, epochs=1)["steps"] == 5
+    assert train([looks], "servers=2 workers=1", tmp_path, epochs=1)["steps"] == 5
     assert looks.shapes == {
         name: tuple(tensor.shape) for name, tensor in net().state_dict().items()
     }
@@ -258,7 +258,7 @@ class Kills(pl.Callback):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["data=2", "servers=1 workers=2"])
 def test_a_run_that_goes_on_under_another_plan_has_its_callbacks_state(plan: str, tmp_path: Path):
     """Early stopping counts on, and stops where the uninterrupted run does, with the same best checkpoints."""
     one_device = train(
@@ -285,7 +285,7 @@ def test_a_run_that_goes_on_under_another_plan_has_its_callbacks_state(plan: str
     assert exported.read_bytes()[8:9] == b"{"
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", "server=1 workers=2", "data=2 local=2"])
+@pytest.mark.parametrize("plan", ["single", "data=2", "servers=1 workers=2", "data=2 local=2"])
 def test_stopping_from_a_step_ends_all_ranks_after_the_same_one(plan: str, tmp_path: Path):
     """The run is done, and what is saved is what the step left."""
     counts = Counts(stop_after=3)
@@ -333,7 +333,7 @@ class Loads(pl.Callback):
         self.loaded.append(evaluation.step)
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "servers=1 workers=2"])
 def test_weights_have_the_names_of_the_models_own_state_dict(plan: str, tmp_path: Path):
     """Ties too: in a callback, from the result, exported, and in model.safetensors; all load strictly."""
     result = train([loads := Loads()], plan, tmp_path, model=Tied, epochs=2)
@@ -443,7 +443,7 @@ def test_servers_do_not_evaluate_before_a_stop_by_signal_unless_callbacks_count_
     with pytest.raises(RankFailed, match="after step 3; a checkpoint is saved"):
         train(
             [pl.EarlyStopping(patience=9)] if with_callbacks else [],
-            "server=1 workers=2",
+            "servers=1 workers=2",
             tmp_path,
             model=StopsItself,
             batch=40,

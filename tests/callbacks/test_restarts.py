@@ -224,7 +224,7 @@ def test_a_worker_that_starts_again_alone_changes_nothing_for_callbacks(tmp_path
     counts, looks = Counts(), Looks()
     result = train(
         tmp_path / "run",
-        "server=1 workers=2 staleness=2",
+        "servers=1 workers=2 staleness=2",
         [counts, looks],
         killed=tmp_path / "killed",
         restarts=1,

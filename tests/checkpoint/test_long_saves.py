@@ -70,9 +70,9 @@ def slow_files(monkeypatch: pytest.MonkeyPatch, hang_begins: Path) -> None:
     "plan",
     [
         "data=2",
-        "server=1 workers=1",
-        "server=2 workers=2 colocate=yes",
-        "server=1 workers=2 staleness=1",
+        "servers=1 workers=1",
+        "servers=2 workers=2 colocate=yes",
+        "servers=1 workers=2 staleness=1",
     ],
 )
 @pytest.mark.parametrize("copies", [True, False])
@@ -419,7 +419,7 @@ def test_copies_of_all_ranks_of_a_host_take_a_part_of_its_free_memory(
 
 @pytest.mark.parametrize(
     ("plan", "asks"),
-    [("data=2", "for saves"), ("data=2", "in a callback"), ("server=2 workers=1", "for saves")],
+    [("data=2", "for saves"), ("data=2", "in a callback"), ("servers=2 workers=1", "for saves")],
 )
 def test_a_run_without_memory_for_copies_goes_on(
     tmp_path: Path,

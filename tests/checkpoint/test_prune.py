@@ -54,7 +54,7 @@ def test_damaged_notes_lose_no_checkpoint_but_old_ones(tmp_path):
     assert steps_of(tmp_path) == [3]
 
 
-@pytest.mark.parametrize("plan", ["single", "server=1 workers=1"])
+@pytest.mark.parametrize("plan", ["single", "servers=1 workers=1"])
 def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(tmp_path, plan):
     """A run goes on from the one before it, and with one to keep would have removed that before it saved another."""
     pairs = TensorDataset(torch.randn(24, 3), torch.randn(24, 2))
@@ -91,7 +91,7 @@ def test_a_checkpoint_that_is_written_anew_counts(tmp_path):
     assert steps_of(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("plan", ["data=2", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["data=2", "servers=1 workers=2"])
 def test_a_run_keeps_as_many_as_it_was_told(tmp_path, plan):
     pairs = TensorDataset(torch.randn(24, 3), torch.randn(24, 2))
     job = pl.Job(

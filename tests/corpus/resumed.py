@@ -14,8 +14,8 @@ from .sweep import EXACT, REFUSED, WHOLE, Cell, Sweep, failed_cell, first_line, 
 
 STOPPED_STEP = 3
 # Plans before and after a stop. Those of the second list cut no batch, so coupled jobs are exact under them.
-PAIRS = (("data=2", "shard=2"), ("shard=2", "pipeline=2"), ("server=1 workers=2", "single"))
-WHOLE_PAIRS = (("single", "tensor=2"), ("place=auto parts=2", "single"))
+PAIRS = (("data=2", "shard=2"), ("shard=2", "pipeline=2"), ("servers=1 workers=2", "single"))
+WHOLE_PAIRS = (("single", "tensor=2"), ("place=2", "single"))
 JOBS = (
     "nadam,adam_amsgrad,asgd,muon_and_adamw,average_in_state,groups_by_kind,schedule_one_cycle,"
     "schedule_linear_then_step,stream_with_noise,augmentation,tied_embedding,validation,idle_expert,"

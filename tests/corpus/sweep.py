@@ -37,13 +37,13 @@ PLANS = (
     "data=2",
     "data=3",
     "data=2 shares=3:1",
-    "single accumulate=4",
+    "single microbatches=4",
     "shard=2 zero=1",
     "shard=2 zero=2",
     "shard=2",
     "data=2 shard=2",
     "single recompute=full",
-    "data=2 accumulate=2 recompute=full",
+    "data=2 microbatches=2 recompute=full",
     "tensor=2",
     "data=2 tensor=2",
     "pipeline=2 microbatches=1",
@@ -52,8 +52,8 @@ PLANS = (
     "pipeline=2 schedule=zero-bubble",
     "pipeline=2 schedule=interleaved",
     "pipeline=2 shard=2",
-    "place=auto parts=2",
-    "server=1 workers=2",
+    "place=2",
+    "servers=1 workers=2",
 )
 EXACT, COUPLED, REFUSED, WRONG = "exact", "coupled", "refused", "wrong"
 REFUSALS = {"PlanError", "PlanRefused", "CaptureFailed", "JobError", "UsageError"}

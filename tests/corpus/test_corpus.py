@@ -178,20 +178,20 @@ def test_the_plain_loop_cuts_as_it_is_told():
 
 def test_an_output_comes_from_the_part_that_has_it(tmp_path: Path):
     """Of this job's two parts the first one has it: validation data waited for the last one's."""
-    (cell,) = Sweep(tmp_path).run(entries("computed_consistency"), ["place=auto parts=2"])
+    (cell,) = Sweep(tmp_path).run(entries("computed_consistency"), ["place=2"])
     assert cell.verdict == EXACT, cell.reason
 
 
 def test_rows_of_all_workers_are_gathered_by_servers(tmp_path: Path):
     """A step's own `ctx.gather` sums a matrix: server 0 took lists of numbers alone, and the worker was lost."""
-    (cell,) = Sweep(tmp_path).run(entries("simclr"), ["server=1 workers=2"])
+    (cell,) = Sweep(tmp_path).run(entries("simclr"), ["servers=1 workers=2"])
     assert cell.verdict == EXACT, cell.reason
 
 
 def test_the_page(tmp_path: Path):
     """Signs, shares and reasons."""
     jobs = entries("adamw,lbfgs")
-    cells = Sweep(tmp_path).run(jobs, ["server=1 workers=2"])
+    cells = Sweep(tmp_path).run(jobs, ["servers=1 workers=2"])
 
     assert cells[0].verdict == EXACT
     assert "50.0 %" in page(jobs, cells) and "LBFGS" in page(jobs, cells)

@@ -20,8 +20,8 @@ from .sweep import EXACT, REFUSED, Sweep
 LATER = {  # jobs of which something changes in Python after the first step
     "tensor=2": "nested_config_of_a_schedule,masks_by_lengths",
     "pipeline=2 microbatches=1": "hook_of_a_schedule,packed_and_longer",
-    "server=1 workers=2": "globals_of_a_schedule,frozen_for_a_while",
-    "server=1 workers=2 colocate=yes": "hook_of*",
+    "servers=1 workers=2": "globals_of_a_schedule,frozen_for_a_while",
+    "servers=1 workers=2 colocate=yes": "hook_of*",
 }
 OUTSIDE = (
     "temperature_of_a_schedule,tuple*,list*,nested_config*,text*,function_of*,globals*,dropout_of*,frozen_by*,"
@@ -38,12 +38,12 @@ OUTSIDE = (
             for plan in (
                 "tensor=2",
                 "pipeline=2",
-                "place=auto parts=2",
+                "place=2",
                 "data=2 tensor=2",
                 "shard=2 tensor=2",
                 "pipeline=2 shard=2",
-                "server=1 workers=2",
-                "server=2 workers=2 colocate=yes",
+                "servers=1 workers=2",
+                "servers=2 workers=2 colocate=yes",
             )
         ),
     ],
@@ -99,7 +99,7 @@ class Scaled(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "single recompute=full", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["tensor=2", "single recompute=full", "servers=1 workers=2"])
 def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
     """In the process that trains: its world does not see that it was tried."""
     world = [0]
@@ -129,7 +129,7 @@ def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=2", "server=1 workers=2 colocate=yes"])
+@pytest.mark.parametrize("plan", ["servers=1 workers=2", "servers=1 workers=2 colocate=yes"])
 @pytest.mark.parametrize("has_own_step", [False, True])
 def test_workers_of_servers_see_what_a_schedule_sets(plan: str, has_own_step: bool, tmp_path: Path):
     """Also after a resume. The servers' processes step the schedule for the learning rates."""
@@ -190,10 +190,10 @@ def test_a_schedule_that_waits_for_a_metric_may_not_change_more_under_servers(tm
     with pytest.raises(
         PacelineError, match="Changing has a step of its own that waits for a metric"
     ):
-        paceline.train(job(Changing), "server=1 workers=2", run=tmp_path / "a", check=False)
+        paceline.train(job(Changing), "servers=1 workers=2", run=tmp_path / "a", check=False)
     paceline.train(
         job(torch.optim.lr_scheduler.ReduceLROnPlateau),
-        "server=1 workers=2",
+        "servers=1 workers=2",
         run=tmp_path / "b",
         check=False,
     )

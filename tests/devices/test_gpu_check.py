@@ -76,9 +76,9 @@ def test_what_there_was_no_time_for_is_named(tmp_path: Path, monkeypatch: pytest
         ("data=2", 2, "cuda:0-1"),
         ("data=2", 1, "2xcuda:0"),
         ("data=2 shard=2", 3, "4xcuda:0"),
-        ("server=2 workers=2", 2, "cuda:0-1"),
-        ("server=1 workers=2 colocate=yes", 1, "2xcuda:0"),
-        ("server=2 workers=1", 1, "cuda:0"),
+        ("servers=2 workers=2", 2, "cuda:0-1"),
+        ("servers=1 workers=2 colocate=yes", 1, "2xcuda:0"),
+        ("servers=2 workers=1", 1, "cuda:0"),
     ],
 )
 def test_ranks_share_a_gpu_where_there_are_too_few(plan: str, gpus: int, expected: str):
@@ -324,7 +324,7 @@ def test_proofs_on_a_pretended_gpu(tmp_path: Path, pretended: Callable[[int], tu
     """With one GPU: a plan that cuts the batch, whose BatchNorm is named, and runs that repeat."""
     rows = list(proof.proof(1, tmp_path, pretended(1), lambda: False, ["images in float32"]))
     assert [(row["plan"], row["verdict"]) for row in rows] == [
-        ("single accumulate=4", "coupled"),
+        ("single microbatches=4", "coupled"),
         *(
             (f"{plan} deterministic=yes", "repeats")
             for plan in ("single", "data=2", "shard=2", "tensor=2")
@@ -371,12 +371,12 @@ def test_the_whole_check_on_pretended_gpus(
         "single",
         "data=2",
         "shard=3",
-        "server=1 workers=2",
+        "servers=1 workers=2",
         *(
             (
                 "tensor=2",
                 "pipeline=2 schedule=1f1b",
-                "place=auto parts=2",
+                "place=2",
                 "data=2 local=2 outer=diloco",
                 "data=2 compress=int8",
             )

@@ -99,8 +99,8 @@ def test_a_plan_on_gpus_is_one_cpu(shop: Workshop, placement: str, plan: str):
 @pytest.mark.parametrize(
     "plan",
     [
-        "server=1 workers=2",
-        pytest.param("server=2 workers=2 compress=bf16", marks=pytest.mark.slow),
+        "servers=1 workers=2",
+        pytest.param("servers=2 workers=2 compress=bf16", marks=pytest.mark.slow),
     ],
 )
 def test_backward_does_not_wait_for_what_servers_are_sent(shop: Workshop, plan: str):
@@ -138,7 +138,7 @@ def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
                 "tensor=2",
                 "pipeline=2",
                 "pipeline=2 shard=2",
-                "place=auto parts=2",
+                "place=2",
             )
         ),
     ],
@@ -228,7 +228,7 @@ def test_a_generator_in_a_step_is_refused_on_gpus_as_on_cpus(shop: Workshop):
                 ("blocks", "data=2 tensor=2 recompute=full"),
                 ("blocks", "pipeline=2 tensor=2 recompute=full"),
                 ("statistics", "single recompute=full"),
-                ("statistics", "data=2 accumulate=2"),
+                ("statistics", "data=2 microbatches=2"),
                 ("recurrent", "data=2 recompute=full"),
                 ("attention", "tensor=2 recompute=full"),
             )
@@ -256,7 +256,7 @@ def test_what_a_forward_writes_to_is_known_without_a_look_at_the_device(
     [
         ("augmented", "single", {"loader_workers": 2}),
         ("stream", "single", {}),
-        pytest.param("augmented", "place=auto parts=2", {}, marks=pytest.mark.slow),
+        pytest.param("augmented", "place=2", {}, marks=pytest.mark.slow),
         pytest.param("stream", "pipeline=2", {}, marks=pytest.mark.slow),
     ],
 )
@@ -508,7 +508,7 @@ def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
             for plan in (
                 "tensor=4",
                 "pipeline=4",
-                "place=auto parts=4",
+                "place=4",
                 "shard=4 zero=3",
                 "pipeline=2 shard=2",
                 "data=2 shard=2",
@@ -517,7 +517,7 @@ def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
                 "data=2 pipeline=2",
                 "data=2 tensor=2",
                 "pipeline=2 schedule=interleaved data=2",
-                "place=auto parts=2 data=2",
+                "place=2 data=2",
             )
         ),
     ],
@@ -548,7 +548,7 @@ def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str
         ("thick", 13 << 17, "pipeline=4"),
         *(
             pytest.param("huge", 56 << 20, plan, marks=pytest.mark.slow)
-            for plan in ("pipeline=4", "tensor=4", "place=auto parts=4")
+            for plan in ("pipeline=4", "tensor=4", "place=4")
         ),
     ],
 )

@@ -29,7 +29,7 @@ def sharing(plan: str) -> str:
 @pytest.mark.parametrize(
     ("job", "plan"),
     [
-        ("few blocks", "data=2 accumulate=auto"),
+        ("few blocks", "data=2 microbatches=auto"),
         ("few blocks", "shard=2"),
         ("few blocks", "tensor=2"),
         ("few blocks", "pipeline=2 microbatches=3"),
@@ -95,7 +95,7 @@ def test_ranks_divide_the_memory_of_the_gpu(workshops: Workshops, tmp_path: Path
 @pytest.mark.parametrize("devices", ["2xcuda:0", "cpu:0,2xcuda:0"])
 def test_servers_leave_the_gpu_alone(shop: Workshop, devices: str):
     """They are processes of the CPU, named or not, and never touch CUDA."""
-    trained = shop.train("blocks", "server=1 workers=2", devices)
+    trained = shop.train("blocks", "servers=1 workers=2", devices)
     assert trained.on_cpu == {0: None}
     assert [rank["rank"] for rank in trained.measured] == [1, 2]
     assert trained.summary["devices"] == "cpu:0 (servers) and 2xcuda:0 (workers)"

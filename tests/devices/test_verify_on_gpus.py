@@ -30,8 +30,8 @@ def verdicts(answer: dict[str, Any]) -> dict[str, str]:
             (
                 "tensor=2",
                 "pipeline=2 microbatches=4",
-                "server=1 workers=2",
-                "place=auto parts=2",
+                "servers=1 workers=2",
+                "place=2",
                 "data=2 deterministic=yes",
             ),
             marks=pytest.mark.slow,
@@ -127,8 +127,8 @@ def test_one_device_is_a_gpu(shop: Workshop):
 
 def test_coupled_samples_are_named(shop: Workshop):
     """GPUs join the statistics of replicas, and not those of micro-batches."""
-    answer = shop.verify("statistics", "data=2 accumulate=2", devices="cuda:0-1", **QUICK)
-    assert verdicts(answer) == {"data=2 accumulate=2": "coupled"}
+    answer = shop.verify("statistics", "data=2 microbatches=2", devices="cuda:0-1", **QUICK)
+    assert verdicts(answer) == {"data=2 microbatches=2": "coupled"}
     assert verdicts(shop.verify("statistics", "data=2", devices="cuda:0-1", **QUICK)) == {
         "data=2": "passed"
     }

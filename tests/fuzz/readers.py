@@ -72,7 +72,7 @@ def make_run(folder: Path, *, proved: bool = False) -> Path:
         json.dumps({"time": 1.0, "event": "lost", "worker": 0}) + "\n"
     )
     if proved:
-        pl.verify(job, ["accumulate=2"], steps=2, restore="no", run=run)
+        pl.verify(job, ["microbatches=2"], steps=2, restore="no", run=run)
     return run
 
 
@@ -199,10 +199,10 @@ def readers(run: Path) -> Mapping[str, Reader]:
         every.append(Reader(name, (path.read_bytes(),), read))
     tensors = {"input": torch.ones(2, 3)}
     plans = (
-        b"data=2 shard=2 accumulate=3",
-        b"server=2 workers=3 staleness=4 compress=int8",
+        b"data=2 shard=2 microbatches=3",
+        b"servers=2 workers=3 staleness=4 compress=int8",
         b"pipeline=2 microbatches=8 schedule=zero-bubble",
-        b"place=auto parts=2",
+        b"place=2",
     )
     every += [
         Reader("plan.txt", plans, _text(pl.Plan.parse), is_file=False),

@@ -166,8 +166,8 @@ def test_the_job_ends_where_the_loop_ends(tmp_path: Path, capsys: pytest.Capture
         exec(block.replace("pl.Job(", "pl.Job(seed=pl.like_torch(0), "), script)
     for name, plan in (
         ("job", "single"),
-        ("job", "data=2 accumulate=2"),
-        ("job_of_body", "data=2 accumulate=2"),
+        ("job", "data=2 microbatches=2"),
+        ("job_of_body", "data=2 microbatches=2"),
     ):
         figures = pl.train(script[name](), plan, run=tmp_path / name / plan)
         assert_equal_weights(tmp_path / name / plan, loop["model"])
@@ -230,7 +230,13 @@ def test_each_feature_of_accelerate_in_a_kept_loop_runs(tmp_path: Path):
     needed("sklearn", "scikit-learn")
     cells = [row.split(" | ")[1] for row in section(ACCELERATE).splitlines() if row[:2] == "| "]
     named = {name for cell in cells for name in re.findall("`(.+?)`", cell)}
-    options_and_plans = {"--save-every", "--resume", "--log tensorboard", "accumulate=4", "shard=N"}
+    options_and_plans = {
+        "--save-every",
+        "--resume",
+        "--log tensorboard",
+        "microbatches=4",
+        "shard=N",
+    }
     assert {name for name in named if name not in FEATURES} == options_and_plans
 
     # bfloat16 would hide what differs.
@@ -240,7 +246,7 @@ def test_each_feature_of_accelerate_in_a_kept_loop_runs(tmp_path: Path):
     whole = run_attached(path, "single", devices="cpu:0", run=tmp_path / "whole")
     path.write_text(script.replace("epochs(40)", "epochs(1)"), encoding="utf-8")
     options: dict[str, Any] = {"devices": "cpu:0-1", "run": run, "log": log}
-    run_attached(path, "data=2 accumulate=4", save_every=10, **options)
+    run_attached(path, "data=2 microbatches=4", save_every=10, **options)
     path.write_text(script, encoding="utf-8")
     ended = run_attached(path, "data=2", resume=True, **options)
 

@@ -23,12 +23,12 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "02_gpt_bytes.py": ("data=2", {"width": 16, "layers": 1, "sequence": 16, "batch": 4}),
     "03_diabetes.py": ("data=2", {"width": 8}),
     "04_stdlib_lines.py": (
-        "server=2 workers=2 staleness=inf",
+        "servers=2 workers=2 staleness=inf",
         {"buckets": 256, "modules": 2, "per_module": 20},
     ),
     "06_own_step.py": ("data=2", {}),
     "09_too_large.py": ("pipeline=2", {"width": 32, "layers": 2}),
-    "10_two_towers.py": ("place=auto parts=2", {"width": 8, "batch": 64}),
+    "10_two_towers.py": ("place=2", {"width": 8, "batch": 64}),
     "11_diloco.py": ("data=2 local=2 outer=diloco compress=int8", {"width": 8, "batch": 16}),
 }
 # tests/launch/hosts/test_hosts.py and tests/proof/test_servers.py run these two in the suite.

@@ -119,7 +119,7 @@ def test_metrics_become_seconds(source: str, given: dict[str, str], seconds: flo
         ({"zero_stage": "1", "recompute": "none"}, "shard=32 tensor=2 zero=1"),
         (
             {"micro_batch": "4", "recompute": "selective(attn)"},
-            "data=32 tensor=2 accumulate=4 recompute=selective",
+            "data=32 tensor=2 microbatches=4 recompute=selective",
         ),
     ],
 )

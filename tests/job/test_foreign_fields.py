@@ -71,7 +71,7 @@ PARAMETER = nn.Parameter(torch.zeros(1))
         ),
         ({"batch_size": 4}, "'batch_size': it is called batch= here"),
         ({"lr": 0.1}, "learning rate is the optimizer's"),
-        ({"gradient_accumulation_steps": 4}, "accumulate=4"),
+        ({"gradient_accumulation_steps": 4}, "microbatches=4"),
         ({"optimiser": None}, "did you mean 'optimizer'"),
         ({"precision": torch.float16}, "it is called 'fp16' here"),
         ({"precision": "bf16-mixed"}, "'bf16' here"),

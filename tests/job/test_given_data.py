@@ -731,7 +731,7 @@ def test_a_loader_under_plans_computes_what_one_device_does():
         validation=DataLoader(samples, batch_size=4, collate_fn=unequal),
         steps=5,
     )  # type: ignore[arg-type]
-    certificates = paceline.verify(made, ["data=3", "shard=2 accumulate=2"], steps=5)
+    certificates = paceline.verify(made, ["data=3", "shard=2 microbatches=2"], steps=5)
     assert [each.verdict for each in certificates] == ["passed", "passed"], [
         each.reason for each in certificates
     ]

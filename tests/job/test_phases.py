@@ -27,7 +27,7 @@ from paceline.proof.order import windows
 from paceline.training.freezing import frozen_names
 
 EXACT = {"rtol": 0, "atol": 1e-12}
-PLANS = ("data=3", "shard=2", "tensor=2", "pipeline=2", "server=2 workers=2")
+PLANS = ("data=3", "shard=2", "tensor=2", "pipeline=2", "servers=2 workers=2")
 
 
 class Net(nn.Module):
@@ -122,7 +122,7 @@ def frozen_at(step: int, epoch: int) -> tuple[str, ...]:
 
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
-    "plan", ["single", *PLANS, "data=2 accumulate=2", "shard=2 zero=1", "data=2 local=1"]
+    "plan", ["single", *PLANS, "data=2 microbatches=2", "shard=2 zero=1", "data=2 local=1"]
 )
 def test_frozen_parameters_and_batches_change_as_on_one_device(plan: str, tmp_path: Path) -> None:
     """Two schedules at once, over the ends of epochs, clipped: weights are those of a loop by hand under every plan."""
@@ -347,7 +347,7 @@ def plateau_job(**fields: Any) -> pl.Job:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [*reversed(PLANS[:4]), "server=2 workers=2", "single"])
+@pytest.mark.parametrize("plan", [*reversed(PLANS[:4]), "servers=2 workers=2", "single"])
 def test_the_rate_falls_by_plateau_alike_everywhere(plan: str, tmp_path: Path) -> None:
     """All ranks decide from one evaluated number."""
     job = plateau_job()
@@ -359,11 +359,11 @@ def test_the_rate_falls_by_plateau_alike_everywhere(plan: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "legs",
     [
-        [("shard=2", 4), ("server=1 workers=2", 10), ("single", 20)],
+        [("shard=2", 4), ("servers=1 workers=2", 10), ("single", 20)],
         pytest.param(
             [
                 ("shard=2", 4),
-                ("server=1 workers=2", 8),
+                ("servers=1 workers=2", 8),
                 ("data=2", 10),
                 ("single", 12),
                 ("pipeline=2", 20),

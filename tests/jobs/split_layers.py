@@ -40,7 +40,7 @@ def points_job(model: Callable[[], nn.Module], **options: Any) -> paceline.Job:
 
 def laid_out(job: paceline.Job, plan: str, context: Any) -> Stepper:
     """The stepper of one rank of a plan."""
-    parsed_plan = paceline.Plan.parse(plan).with_microbatches(1)
+    parsed_plan = paceline.Plan.parse(plan).with_(microbatches=1)
     mesh = Mesh(parsed_plan.axes.sizes(), context.rank)
     mesh.connect()
     return Stepper(job, parsed_plan, mesh, context.device)

@@ -115,8 +115,8 @@ def in_turn(job: Callable[..., paceline.Job], *, reference: str = "single") -> C
 def _resolved(plan: str) -> paceline.Plan:
     parsed = paceline.Plan.parse(plan)
     return (
-        parsed.with_microbatches(2)
-        if parsed.has_schedule and parsed.schedule.microbatches == "auto"
+        parsed.with_(microbatches=2)
+        if parsed.has_schedule and parsed.modifiers.microbatches == "auto"
         else parsed
     )
 

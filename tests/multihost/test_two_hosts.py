@@ -56,7 +56,7 @@ def test_two_hosts_reach_the_weights_of_one(hosts: Sequence[NetworkHost], tmp_pa
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("plan", "secret"),
-    [("data=2", {}), ("server=1 workers=1", {"PACELINE_SECRET": "ab" * 32})],
+    [("data=2", {}), ("servers=1 workers=1", {"PACELINE_SECRET": "ab" * 32})],
 )
 def test_two_hosts_under_torchrun_reach_the_weights_of_one(
     hosts: Sequence[NetworkHost], tmp_path: Path, plan: str, secret: dict[str, str]

@@ -42,7 +42,7 @@ CPU_PLANS = (
     "single",
     "data=2",
     "data=4",
-    "data=2 accumulate=2",
+    "data=2 microbatches=2",
     "shard=2",
     "shard=4 zero=2",
     "data=2 shard=2",
@@ -53,8 +53,8 @@ CPU_PLANS = (
     "pipeline=2 microbatches=4 schedule=gpipe",
     "tensor=2",
     "data=2 tensor=2",
-    "place=auto parts=2",
-    "server=1 workers=2",
+    "place=2",
+    "servers=1 workers=2",
 )
 GPU_PLANS = (
     "single",
@@ -62,7 +62,7 @@ GPU_PLANS = (
     "shard=8",
     "shard=8 zero=2",
     "data=2 shard=4",
-    "data=8 accumulate=2",
+    "data=8 microbatches=2",
     "data=8 local=8",
     "single recompute=full",
     "tensor=2 data=4",

@@ -72,7 +72,7 @@ def test_plans_of_its_kind_are_off_by_the_same_factor_and_bytes():
     """A kind's interval is wider than a plan's own."""
     known = learnt(("data=2", 4.0, 120))
     by_kind, by_plan = (
-        corrected(known, "data=2 accumulate=4", predicted(1.0)),
+        corrected(known, "data=2 microbatches=4", predicted(1.0)),
         corrected(known, "data=2"),
     )
 
@@ -85,8 +85,8 @@ def test_plans_of_its_kind_are_off_by_the_same_factor_and_bytes():
 )
 def test_between_two_of_its_kind_lies_what_lies_between(count: int, factor: float, more_bytes: int):
     """Off by 2 and 20 bytes with 1 micro-batch, by 8 and 40 with 4: a line over the logarithm, level beyond it."""
-    known = learnt(("data=2", 4.0, 120), ("data=2 accumulate=4", 16.0, 140))
-    estimate = corrected(known, f"data=2 accumulate={count}")
+    known = learnt(("data=2", 4.0, 120), ("data=2 microbatches=4", 16.0, 140))
+    estimate = corrected(known, f"data=2 microbatches={count}")
 
     assert (
         estimate.step_s == pytest.approx(2.0 * factor)
@@ -95,7 +95,7 @@ def test_between_two_of_its_kind_lies_what_lies_between(count: int, factor: floa
 
 
 @pytest.mark.parametrize(
-    "other", ["data=4", "data=2 recompute=full", "data=2 compress=int8", "server=2 workers=2"]
+    "other", ["data=4", "data=2 recompute=full", "data=2 compress=int8", "servers=2 workers=2"]
 )
 def test_other_code_and_other_counts_are_another_kind(other: str):
     assert not learnt(("data=2", 4.0, 120)).knows_kind_of(Plan.parse(other))

@@ -180,10 +180,10 @@ LAB = replace(
     ("text", "efficiency"),
     [
         ("data=8", 0.752),
-        ("server=1 workers=8", 0.195),
-        ("server=8 workers=8 colocate=yes", 0.861),
-        ("server=8 workers=8 colocate=yes compress=bf16", 0.935),
-        ("server=8 workers=8 colocate=yes staleness=1", 0.988),
+        ("servers=1 workers=8", 0.195),
+        ("servers=8 workers=8 colocate=yes", 0.861),
+        ("servers=8 workers=8 colocate=yes compress=bf16", 0.935),
+        ("servers=8 workers=8 colocate=yes staleness=1", 0.988),
     ],
 )
 def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float):
@@ -201,11 +201,11 @@ def test_servers_are_what_the_cluster_lab_measured(text: str, efficiency: float)
         (1e8, {"data=8"}, "data=8 compress=topk"),
         (
             47.6e6,
-            {"data=4 shard=2 zero=1", "server=8 workers=8 colocate=yes"},
+            {"data=4 shard=2 zero=1", "servers=8 workers=8 colocate=yes"},
             "data=8 compress=topk",
         ),
-        (2e7, {"server=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
-        (1e6, {"server=8 workers=8 colocate=yes"}, "data=8 local=100"),
+        (2e7, {"servers=8 workers=8 colocate=yes"}, "data=8 compress=topk"),
+        (1e6, {"servers=8 workers=8 colocate=yes"}, "data=8 local=100"),
     ],
 )
 def test_who_wins_as_links_get_slower(bytes_per_s: float, exact: set[str], relaxed: str):
@@ -236,8 +236,8 @@ def test_a_server_reads_no_faster_than_its_process():
     """Eight workers' 0.8 GB come through one process at 4 GB/s, whatever the links carry; eight servers share them."""
     program = replace(PLAIN, overlaps=False, process_bytes_per_s=4e9)
     alone = guess("single", cluster(2), 1).step_s
-    one_server_s = guess("server=1 workers=8", cluster(2), 8, program).step_s - alone
-    each_server_s = guess("server=8 workers=8 colocate=yes", cluster(2), 8, program).step_s - alone
+    one_server_s = guess("servers=1 workers=8", cluster(2), 8, program).step_s - alone
+    each_server_s = guess("servers=8 workers=8 colocate=yes", cluster(2), 8, program).step_s - alone
 
     # gradients, weights, the last chunk's way back
     assert one_server_s == pytest.approx((2 + 1 / 16) * 8 * 0.8 / 4, rel=0.01)
@@ -250,15 +250,15 @@ def test_more_messages_never_take_less_time(across: float, program: Software):
     """On the same devices, with what comes through the busiest process."""
     devices = cluster(4, inside=max(1e11, across), across=across)
     for fewer, more in (
-        ("data=16", "server=1 workers=16 colocate=yes"),
-        ("server=16 workers=16 colocate=yes", "server=1 workers=16 colocate=yes"),
+        ("data=16", "servers=1 workers=16 colocate=yes"),
+        ("servers=16 workers=16 colocate=yes", "servers=1 workers=16 colocate=yes"),
     ):
         assert guess(fewer, devices, 16, program).step_s <= guess(more, devices, 16, program).step_s
 
 
 def test_servers_hold_the_state():
     """A worker has weights, gradients and the weights that come."""
-    ledger = guess("server=1 workers=4", cluster(1), 4).ledger
+    ledger = guess("servers=1 workers=4", cluster(1), 4).ledger
 
     assert (ledger["optimizer"], ledger["communication"]) == (0, 800 * MB)
 
@@ -266,7 +266,7 @@ def test_servers_hold_the_state():
 def test_stale_workers_wait_for_nobody():
     """Each computes its part of the batch, and what is under way costs nothing."""
     devices = cluster(8, across=8e10, inside=8e10, each=1)
-    prediction = guess("server=8 workers=8 staleness=inf", devices, 8)
+    prediction = guess("servers=8 workers=8 staleness=inf", devices, 8)
 
     assert prediction.step_s == pytest.approx(2.4, rel=0.1)
 

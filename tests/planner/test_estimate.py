@@ -16,8 +16,8 @@ from paceline.cluster.devices import Device
 from paceline.cluster.links import Link
 from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
-from paceline.planner.accumulate import fewest_microbatches
 from paceline.planner.estimate import estimate
+from paceline.planner.microbatches import fewest_microbatches
 from paceline.planner.program import MICROBATCH_S
 from paceline.planner.rank_kinds import split_shares
 from paceline.simulate.allocator import CPU_HOLES, CPU_HOLES_UPDATED, CPU_RUNTIME_BYTES
@@ -153,7 +153,7 @@ def test_statistics_that_the_model_itself_freezes_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("text", "meetings"), [("single", 0), ("data=2", 2), ("data=2 accumulate=2", 0)]
+    ("text", "meetings"), [("single", 0), ("data=2", 2), ("data=2 microbatches=2", 0)]
 )
 def test_batch_norms_of_replicas_meet_in_forward_and_in_backward(text, meetings):
     """For 10 ms each. Micro-batches have statistics of their own, and a frozen layer has none of a batch."""
@@ -213,7 +213,7 @@ def test_many_equal_microbatches_are_played_once():
     few, many = (
         calls_of(
             lambda count=count: predictions.append(
-                guess(f"single accumulate={count}", cluster(10_000), batch=count)
+                guess(f"single microbatches={count}", cluster(10_000), batch=count)
             )
         )
         for count in (100, 100_000)
@@ -224,13 +224,13 @@ def test_many_equal_microbatches_are_played_once():
     assert prediction.step_s == pytest.approx(100_000 * (0.3 + MICROBATCH_S))
     assert (
         prediction.peak_memory_bytes
-        == guess("single accumulate=3", cluster(10_000), batch=3).peak_memory_bytes
+        == guess("single microbatches=3", cluster(10_000), batch=3).peak_memory_bytes
     )
 
 
 def test_the_second_microbatch_meets_the_gradients_of_the_first():
     """It has 2 of 5 samples and still needs more than the first one's 3."""
-    prediction = guess("single accumulate=2", cluster(10_000), batch=5)
+    prediction = guess("single microbatches=2", cluster(10_000), batch=5)
 
     assert prediction.peak_memory_bytes == (300 + 100 + 10 + 2 * 40) * MIB
     assert prediction.peak_memory_bytes > (300 + 10 + 3 * 40) * MIB
@@ -247,13 +247,13 @@ def test_fewest_microbatches_just_fit(memory_mib, expected):
 
     assert num_microbatches == expected
     assert (
-        guess(f"single accumulate={num_microbatches}", cluster(memory_mib)).peak_memory_bytes
+        guess(f"single microbatches={num_microbatches}", cluster(memory_mib)).peak_memory_bytes
         <= memory_mib * MIB
     )
     if num_microbatches > 1:
         assert (
             guess(
-                f"single accumulate={num_microbatches - 1}", cluster(memory_mib)
+                f"single microbatches={num_microbatches - 1}", cluster(memory_mib)
             ).peak_memory_bytes
             > memory_mib * MIB
         )
@@ -264,7 +264,7 @@ def test_one_microbatch_may_fit_where_two_do_not():
     tight = cluster(420)
 
     assert fewest_microbatches(PROFILE, Plan.parse("single"), tight, batch=2) == 1
-    assert guess("single accumulate=2", tight, batch=2).peak_memory_bytes > 420 * MIB
+    assert guess("single microbatches=2", tight, batch=2).peak_memory_bytes > 420 * MIB
 
 
 def test_each_rank_has_to_fit_its_own_device():
@@ -279,7 +279,7 @@ def test_auto_is_resolved_in_an_estimate():
     """The estimate is that of the fewest micro-batches."""
     devices = cluster(600)
 
-    assert guess("single accumulate=auto", devices) == guess("single accumulate=2", devices)
+    assert guess("single microbatches=auto", devices) == guess("single microbatches=2", devices)
 
 
 def test_what_never_fits_says_how_much_is_missing_and_what_fits():
@@ -293,7 +293,7 @@ def test_what_never_fits_says_how_much_is_missing_and_what_fits():
     needed = int(message.split("(")[1].split(" bytes")[0]) + 300 * MIB
     fits = fewest_microbatches(PROFILE, Plan.parse("data=4"), cluster(*[needed / MIB] * 4), batch=8)
     assert fits >= 1
-    assert "'shard=4 accumulate=auto' fits" in message
+    assert "'shard=4 microbatches=auto' fits" in message
 
 
 def test_nothing_fits_a_device_that_is_far_too_small():

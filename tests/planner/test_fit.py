@@ -23,9 +23,9 @@ from paceline.cluster.software import PACELINE
 from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Product
 from paceline.planner import rank_kinds
-from paceline.planner.accumulate import ANY_RATES, fewest_microbatches
 from paceline.planner.estimate import estimate
 from paceline.planner.fit import check_fits, ledger, smallest_change
+from paceline.planner.microbatches import ANY_RATES, fewest_microbatches
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank_kinds import MemoryNeed, accelerator_rates, gpu_rates
@@ -84,7 +84,7 @@ def needs(plan: str, devices: Cluster, *, snapshot: bool = False) -> tuple[Memor
     ).needs
 
 
-@pytest.mark.parametrize("plan", ["pipeline=4 microbatches=8", "place=auto parts=4"])
+@pytest.mark.parametrize("plan", ["pipeline=4 microbatches=8", "place=4"])
 def test_each_stage_holds_its_own_layers(plan: str):
     """Two of eight layers a rank: weights, gradients and one momentum, and no checkpoint unless it is asked for."""
     for need in needs(plan, cluster(*[100] * 4)):
@@ -192,7 +192,7 @@ def test_stages_wait_for_each_other():
     ).step_s
     chain = estimate(
         PROFILE,
-        Plan.parse("place=auto parts=2"),
+        Plan.parse("place=2"),
         cluster(100, 100),
         batch=8,
         rates=ANY_RATES,
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused_with_plans_that_do():
         for line in (part.strip() for part in message.partition("plans that fit:")[2].splitlines())
         if line
     ]
-    assert {"pipeline", "parts"} <= {key for plan in offered for key in plan.values()}
+    assert {"pipeline", "place"} <= {key for plan in offered for key in plan.values()}
     for plan in offered:
         same = Cluster(
             tuple(replace(devices.devices[0], index=k) for k in range(plan.world_size)),
@@ -300,7 +300,7 @@ def on_a_gpu(need_bytes: int, plan: str, **device: Any) -> tuple[MemoryNeed, ...
         ("pipeline=2 microbatches=2", 3),
         ("pipeline=4 microbatches=4", 4),
         ("pipeline=4 data=2 microbatches=4", 6),
-        ("place=auto parts=2", 3),
+        ("place=2", 3),
     ],
 )
 def test_a_gpu_gives_away_more_than_tensors(plan: str, connections: int):
@@ -463,7 +463,7 @@ def test_the_state_is_the_job_s_own_optimizers(momentum: float, factor: float):
         "pipeline=2 schedule=zero-bubble microbatches=4",
         "pipeline=2 data=2 microbatches=2",
         "pipeline=2 shard=2 microbatches=2",
-        "place=auto parts=2 accumulate=2",
+        "place=2 microbatches=2",
         "pipeline=2 microbatches=2 recompute=full",
         "data=2 tensor=2",
         "pipeline=2 tensor=2 microbatches=2",

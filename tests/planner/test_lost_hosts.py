@@ -126,7 +126,7 @@ def test_spares_are_worth_their_time_where_others_are_slow_without_a_host(proble
         ("pipeline=2 data=4 microbatches=2", "1x8xH100", {"spare"}, "4 pieces and 7 stages"),
         ("data=16", "2x8xH100", {"fewer", "spare"}, "of two hosts"),
         ("data=12", "2x8xH100", {"copies", "fewer", "spare"}, "as many ranks on each host"),
-        ("server=1 workers=31", "4x8xH100", {"copies", "fewer", "spare"}, "no copies of servers"),
+        ("servers=1 workers=31", "4x8xH100", {"copies", "fewer", "spare"}, "no copies of servers"),
         ("single", "1x1xH100", {"spare"}, "the host has one GPU"),
     ],
 )

@@ -314,5 +314,5 @@ def test_what_can_not_be_better_under_a_change_is_not_priced(message_s: float):
 def test_kinds_are_without_numbers():
     assert kind_of(Plan.parse("pipeline=2 data=4 microbatches=8")) == "pipeline data"
     assert kind_of(Plan.parse("single recompute=full")) == "single"
-    assert kind_of(Plan.parse("server=2 workers=4 staleness=inf")) == "servers staleness=inf"
+    assert kind_of(Plan.parse("servers=2 workers=4 staleness=inf")) == "servers staleness=inf"
     assert kind_of(Plan.parse("data=2 local=10 compress=int8")) == "data local=10 compress=int8"

@@ -18,26 +18,27 @@ from paceline.strategies.plan import Plan
         ("data=2", 3, "data=3"),
         ("data=3", 1, "single"),
         ("shard=3", 2, "shard=2"),
-        ("data=3 accumulate=2 recompute=full", 2, "data=2 accumulate=2 recompute=full"),
+        ("data=3 microbatches=2 recompute=full", 2, "data=2 microbatches=2 recompute=full"),
         ("data=3 tensor=2", 4, "data=2 tensor=2"),  # what cuts the model stays
         ("data=4 pipeline=2", 6, "pipeline=2 data=3"),
         ("data=2 shard=3", 4, "data=2 shard=2"),  # as few counts as possible
         ("data=8 shard=8 tensor=2", 120, "shard=60 tensor=2"),  # then as little memory
         ("pipeline=2 data=2", 3, "pipeline=3"),
         ("pipeline=3", 2, "pipeline=2"),
+        ("pipeline=2 microbatches=4", 1, "single microbatches=4"),
         ("tensor=4", 2, "tensor=2"),
-        ("place=auto parts=3", 2, "place=auto parts=2"),
+        ("place=3", 2, "place=2"),
         ("data=3 shares=2:1:1", 2, "data=2"),
         ("data=3 local=4", 2, "data=2 local=4"),
-        ("server=1 workers=3", 3, "server=1 workers=2"),
-        ("server=2 workers=2 colocate=yes", 1, "server=1 workers=1 colocate=yes"),
+        ("servers=1 workers=3", 3, "servers=1 workers=2"),
+        ("servers=2 workers=2 colocate=yes", 1, "servers=1 workers=1 colocate=yes"),
     ],
 )
 def test_the_plan_for_other_ranks(plan: str, world_size: int, expected: str):
     assert resized(Plan.parse(plan), world_size) == Plan.parse(expected)
 
 
-@pytest.mark.parametrize("plan", ["shard=3 zero=2", "place=auto parts=2"])
+@pytest.mark.parametrize("plan", ["shard=3 zero=2", "place=2"])
 def test_a_plan_that_has_none_is_refused(plan: str):
     with pytest.raises(
         PlanError, match=r"can't be changed so that it is for 1(.|\n)*hint: a plan with data="
@@ -50,7 +51,7 @@ SIZES = st.integers(1, 6)
 
 @given(data=SIZES, shard=SIZES, tensor=st.integers(1, 2), world_size=st.integers(1, 40))
 def test_counts_alone_change(data: int, shard: int, tensor: int, world_size: int):
-    plan = Plan.of(data=data, shard=shard, tensor=tensor, accumulate=3)
+    plan = Plan.of(data=data, shard=shard, tensor=tensor, microbatches=3)
     try:
         other = resized(plan, world_size)
     except PlanError:

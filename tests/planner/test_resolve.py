@@ -48,21 +48,21 @@ def settled(
     ("plan", "devices", "expected"),
     [
         (
-            "server=2 workers=8",
+            "servers=2 workers=8",
             None,
             "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,cuda:7 "
             "(workers)",
         ),
         (
-            "server=2 workers=8",
+            "servers=2 workers=8",
             "cuda:0-7",
             "cpu:0,cpu:1 (servers) and cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5,cuda:6,"
             "cuda:7 (workers)",
         ),
-        ("server=1 workers=2", "cuda:0-1,cpu:0", "cpu:0 (servers) and cuda:0,cuda:1 (workers)"),
-        ("server=1 workers=2 staleness=inf", "2xcuda:3", "cpu:0 (servers) and 2xcuda:3 (workers)"),
-        ("server=2 workers=2 colocate=yes", None, "cuda:0,cuda:1"),
-        ("server=1 workers=2", "cpu:0-2", "cpu:0,cpu:1,cpu:2"),
+        ("servers=1 workers=2", "cuda:0-1,cpu:0", "cpu:0 (servers) and cuda:0,cuda:1 (workers)"),
+        ("servers=1 workers=2 staleness=inf", "2xcuda:3", "cpu:0 (servers) and 2xcuda:3 (workers)"),
+        ("servers=2 workers=2 colocate=yes", None, "cuda:0,cuda:1"),
+        ("servers=1 workers=2", "cpu:0-2", "cpu:0,cpu:1,cpu:2"),
         ("data=2 shard=2", "4xcuda:0", "4xcuda:0"),
     ],
 )
@@ -77,12 +77,12 @@ def test_the_devices_of_a_plan(plan: str, devices: str | None, expected: str):
     ("plan", "devices", "message"),
     [
         (
-            "server=1 workers=2",
+            "servers=1 workers=2",
             "cuda:0-2",
             "has 2 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0,cuda:1",
         ),
         (
-            "server=1 workers=4",
+            "servers=1 workers=4",
             "cuda:0-2",
             "has 4 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0-3",
         ),
@@ -107,7 +107,7 @@ def under_torchrun(rank: int, *, local_world_size: int = 5) -> Environment:
     ],
 )
 def test_servers_are_ranks_of_the_first_host(rank: int, expected: str):
-    resolved = settled("server=2 workers=8", environment=under_torchrun(rank))
+    resolved = settled("servers=2 workers=8", environment=under_torchrun(rank))
     assert resolved.devices == expected
     if rank == 1:
         assert [device.kind for device in devices_of(resolved.plan, resolved.cluster)] == [
@@ -124,7 +124,7 @@ def test_ranks_of_several_hosts_share_no_gpu():
 
 def test_other_plans_are_for_gpus_alone():
     """Where a plan with servers doesn't fit, the others are not given its servers' CPUs."""
-    resized = _as_many(settled("server=2 workers=2").cluster, Plan.parse("shard=4"))
+    resized = _as_many(settled("servers=2 workers=2").cluster, Plan.parse("shard=4"))
     assert names_of(resized.devices) == "cuda:0,cuda:1,cuda:2,cuda:3"
 
 
@@ -135,7 +135,7 @@ def test_other_plans_are_for_gpus_alone():
         (2, None, None, 3, "cuda:0,cuda:1,cuda:2", "cuda:3,cuda:4"),
         (3, "auto", None, None, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4", "cuda:5,cuda:6,cuda:7"),
         (1, "data=2", "cuda:5-7", None, "cuda:5,cuda:6", "cuda:7"),
-        (1, "server=2 workers=2", None, None, "cuda:0,cuda:1", "cuda:2"),
+        (1, "servers=2 workers=2", None, None, "cuda:0,cuda:1", "cuda:2"),
     ],
 )
 def test_spares_are_the_gpus_after_those_with_ranks(

@@ -51,10 +51,10 @@ def check(job: paceline.Job, expected: ByHand, actual: Any, *, atol: float = 1e-
         ("single", 1, None),
         ("data=2", 2, None),
         ("shard=2", 2, None),
-        ("data=2 accumulate=2", 4, 0.1),
+        ("data=2 microbatches=2", 4, 0.1),
         ("pipeline=2", 4, None),
         ("tensor=2", 1, 0.1),
-        ("place=auto parts=2", 1, None),
+        ("place=2", 1, None),
         pytest.param("shard=2 recompute=full", 2, 0.1, marks=pytest.mark.slow),
         pytest.param("data=2 shard=2 zero=1", 4, 0.1, marks=pytest.mark.slow),
         pytest.param(
@@ -84,7 +84,7 @@ def test_compressed_gradients_overflow_alike(tmp_path: Path) -> None:
     )
     check(
         job,
-        by_hand(job, accumulate=2),
+        by_hand(job, microbatches=2),
         trained(job, "data=2 compress=int8", tmp_path / "run"),
         atol=0.03,
     )
@@ -95,7 +95,7 @@ def test_goes_on_under_another_plan(tmp_path: Path) -> None:
     job = mixed_precision_job(
         data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9)
     )
-    expected = by_hand(job, accumulate=2)
+    expected = by_hand(job, microbatches=2)
 
     trained(replace(job, steps=4), "data=2", tmp_path / "run")
     assert sum(expected.skipped[:4]) > 0
@@ -109,7 +109,7 @@ def test_a_sum_is_scaled_as_its_mean_would_be(tmp_path: Path) -> None:
     )
     _, _, float32 = trained(replace(job, precision="float32"), "single", tmp_path / "float32")
 
-    for plan in ("single", "data=2 accumulate=2"):
+    for plan in ("single", "data=2 microbatches=2"):
         summary, _, weights = trained(job, plan, tmp_path / plan)
         assert summary["skipped_steps"] == 0
         for name, weight in float32.items():
@@ -137,7 +137,7 @@ def test_a_loss_that_stays_nan_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "hint"),
     [
-        ("server=1 workers=2", "data=N"),
+        ("servers=1 workers=2", "data=N"),
         ("data=2 local=2", "data=N"),
         ("data=2 compress=topk", "int8"),
     ],

@@ -72,7 +72,7 @@ def test_skipped_steps_are_verified() -> None:
         loss=token_sum,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.02),
     )
-    certificates = paceline.verify(job, ["data=2 accumulate=2"], steps=5, restore="no")
+    certificates = paceline.verify(job, ["data=2 microbatches=2"], steps=5, restore="no")
 
     assert all(certificate.passed for certificate in certificates), [
         certificate.describe() for certificate in certificates
@@ -94,7 +94,7 @@ def overflowing_whole(**changes: Any) -> paceline.Job:
 
 
 @pytest.mark.parametrize(
-    "others", [(), pytest.param(("data=3 accumulate=2",), marks=pytest.mark.slow)]
+    "others", [(), pytest.param(("data=3 microbatches=2",), marks=pytest.mark.slow)]
 )
 def test_a_plan_that_overflows_in_other_steps_is_held_against_a_batch_that_is_cut_alike(
     others: tuple[str, ...], tmp_path: Path

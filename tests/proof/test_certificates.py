@@ -55,9 +55,9 @@ def only(certificates: list[Any]) -> Any:
         "shard=2 zero=2",
         "shard=2",
         "data=2 shard=2",
-        "single accumulate=4",
+        "single microbatches=4",
         "data=2 shares=3:1",
-        "data=2 accumulate=3 recompute=full",
+        "data=2 microbatches=3 recompute=full",
     ],
 )
 def test_exact_plans_equal_one_device(plan: str) -> None:
@@ -75,7 +75,7 @@ def token_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=3 accumulate=2", "shard=2"])
+@pytest.mark.parametrize("plan", ["data=3 microbatches=2", "shard=2"])
 def test_sum_and_count_are_normalised_once(plan: str) -> None:
     """Ignored targets, spread unevenly over ranks and micro-batches, leave one device's gradients."""
     certificate = only(paceline.verify(in_float64(loss=token_loss), [plan], steps=3, restore="no"))
@@ -104,7 +104,7 @@ def test_a_batch_norm_is_named() -> None:
     )
 
     joined, certificate = paceline.verify(
-        job, ["data=2", "single accumulate=2"], steps=2, restore="no"
+        job, ["data=2", "single microbatches=2"], steps=2, restore="no"
     )
 
     assert joined.passed, joined.describe()

@@ -80,7 +80,7 @@ def test_verify_certifies_it_and_catches_rows_that_are_left_out(plan: str) -> No
 def test_a_loss_with_a_count_of_its_own_in_micro_batches_and_shards() -> None:
     """(sum, count) of all samples."""
     (certificate,) = paceline.verify(
-        job(small(outputs=4)), ["data=2 shares=3:1 accumulate=2"], steps=2, restore="no"
+        job(small(outputs=4)), ["data=2 shares=3:1 microbatches=2"], steps=2, restore="no"
     )
     assert certificate.verdict == "passed", certificate.reason
 
@@ -92,7 +92,7 @@ def test_a_batch_norm_under_such_a_loss() -> None:
         numbers(48, FEATURES), integers(3, 48)
     )  # a BatchNorm can't take one sample
     (coupled,) = paceline.verify(
-        job(with_batch_norm, data=even), ["data=2 accumulate=2"], steps=2, restore="no"
+        job(with_batch_norm, data=even), ["data=2 microbatches=2"], steps=2, restore="no"
     )
     assert coupled.verdict == "coupled", coupled.reason
 

@@ -112,7 +112,7 @@ def test_replicas_and_servers_take_a_step() -> None:
         own_steps.self_distillation(),
         [
             ("data=2", no_bug),
-            ("server=2 workers=2", no_bug),
+            ("servers=2 workers=2", no_bug),
             ("data=2", PLANTED["self_distillation"]),
         ],
     )
@@ -205,8 +205,8 @@ def test_fields_that_do_not_fit(given: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("distillation", "server=1 workers=2 staleness=1"),
-        ("distillation", "server=1 workers=2 staleness=inf"),
+        ("distillation", "servers=1 workers=2 staleness=1"),
+        ("distillation", "servers=1 workers=2 staleness=inf"),
         ("gan_with_penalty", "tensor=2"),
         ("memory_queue", "pipeline=2"),
     ],
@@ -258,9 +258,9 @@ def _with_a_tenth(
 def test_servers_make_each_update_of_a_step(name: str) -> None:
     """Matrices of Muon are whole on one server each; a follower's rows lie beside its source's. A planted bug is
     found."""
-    bugs = [("server=2 workers=2", SERVED[name])] if name in SERVED else []
+    bugs = [("servers=2 workers=2", SERVED[name])] if name in SERVED else []
     right, *wrong = verified(
-        getattr(own_steps, name)(), [("server=2 workers=3", no_bug), *bugs], steps=3
+        getattr(own_steps, name)(), [("servers=2 workers=3", no_bug), *bugs], steps=3
     )
     assert right.verdict == "passed"
     assert [each.verdict for each in wrong] == ["failed"] * len(bugs)
@@ -269,8 +269,8 @@ def test_servers_make_each_update_of_a_step(name: str) -> None:
 @pytest.mark.parametrize(
     "chain",
     [
-        "server=1 workers=2 | data=2",
-        pytest.param("data=2 | server=2 workers=2 colocate=yes | shard=2", marks=pytest.mark.slow),
+        "servers=1 workers=2 | data=2",
+        pytest.param("data=2 | servers=2 workers=2 colocate=yes | shard=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_under_another_plan(tmp_path: Path, chain: str) -> None:
@@ -289,7 +289,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, chain: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", ["shard=2", pytest.param("server=2 workers=2", marks=pytest.mark.slow)]
+    "plan", ["shard=2", pytest.param("servers=2 workers=2", marks=pytest.mark.slow)]
 )
 def test_a_model_may_first_run_in_another_s_loss(tmp_path: Path, plan: str) -> None:
     """A critic that judges a decoder before it is trained itself."""

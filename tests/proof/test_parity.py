@@ -28,18 +28,18 @@ SOME_KINDS = (
     "data=3",
     "data=2 shares=3:1",
     "shard=2 zero=1",
-    "shard=3 zero=2 accumulate=2",
+    "shard=3 zero=2 microbatches=2",
     "shard=2 shares=1:2 recompute=full",
 )
 EVERY_KIND = (
     *SOME_KINDS,
-    "single accumulate=4",
+    "single microbatches=4",
     "data=2",
     "shard=2 zero=2",
     "shard=2",
     "data=2 shard=2",
-    "data=2 shard=2 zero=1 accumulate=3",
-    "data=2 accumulate=2 recompute=full",
+    "data=2 shard=2 zero=1 microbatches=3",
+    "data=2 microbatches=2 recompute=full",
 )
 
 
@@ -90,7 +90,7 @@ def test_sgd_over_twenty_steps_is_one_device_s(model: Any, plans: tuple[str, ...
 )
 def test_jobs_of_many_kinds(job: paceline.Job) -> None:
     """Replicas, shards of both kinds with recomputation, and both axes."""
-    passes(job, "data=2", "shard=2", "data=2 shard=2 zero=2 accumulate=2 recompute=full", steps=3)
+    passes(job, "data=2", "shard=2", "data=2 shard=2 zero=2 microbatches=2 recompute=full", steps=3)
 
 
 def test_tuple_inputs_and_frozen_parameters() -> None:
@@ -185,7 +185,7 @@ def test_a_gradient_that_is_zero_but_for_rounding() -> None:
         loss=lambda output, target: 1e4 * F.cross_entropy(output, target),
         optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
     )
-    certificates = paceline.verify(job, ["single accumulate=3", "shard=2"], steps=3, restore="no")
+    certificates = paceline.verify(job, ["single microbatches=3", "shard=2"], steps=3, restore="no")
 
     assert all(certificate.passed for certificate in certificates), "\n".join(
         c.describe() for c in certificates

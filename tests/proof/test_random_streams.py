@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.training import window
 
-CUTTING = ("single accumulate=4", "data=2 accumulate=2 recompute=full")
+CUTTING = ("single microbatches=4", "data=2 microbatches=2 recompute=full")
 
 
 def dropout(probability: float = 0.3) -> nn.Module:
@@ -83,7 +83,7 @@ def test_layers_that_draw_alike_are_no_alarm() -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [*CUTTING, "pipeline=2", "shard=2 accumulate=2"])
+@pytest.mark.parametrize("plan", [*CUTTING, "pipeline=2", "shard=2 microbatches=2"])
 def test_masks_that_are_alike_in_all_micro_batches(
     plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

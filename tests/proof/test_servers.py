@@ -39,12 +39,12 @@ def _adam(**changes: Any) -> paceline.Job:
 @pytest.mark.parametrize(
     ("plans", "steps"),
     [
-        (["server=2 workers=2 colocate=yes accumulate=2", "server=1 workers=2 shares=3:1"], 3),
+        (["servers=2 workers=2 colocate=yes microbatches=2", "servers=1 workers=2 shares=3:1"], 3),
         *(
             pytest.param(plans, 4, marks=pytest.mark.slow)
             for plans in (
-                ["server=1 workers=2", "server=2 workers=3 accumulate=2"],
-                ["server=2 workers=2 colocate=yes", "server=1 workers=2 shares=3:1"],
+                ["servers=1 workers=2", "servers=2 workers=3 microbatches=2"],
+                ["servers=2 workers=2 colocate=yes", "servers=1 workers=2 shares=3:1"],
             )
         ),
     ],
@@ -78,7 +78,7 @@ def test_layers_are_updated_one_by_one(model: Any):
     job = classification_job(model, optimizer=adamw, precision="float64")
     for certificate in paceline.verify(
         job,
-        ["server=2 workers=3", "server=1 workers=2 colocate=yes"],
+        ["servers=2 workers=3", "servers=1 workers=2 colocate=yes"],
         steps=3,
         restore="no",
         timeout_s=TIMEOUT_S,
@@ -94,7 +94,7 @@ def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
         optimizer=lambda named: torch.optim.Adafactor([p for _, p in named], lr=0.05),
     )
     (certificate,) = paceline.verify(
-        replace(job, precision="float64"), ["server=2 workers=2"], steps=3, timeout_s=TIMEOUT_S
+        replace(job, precision="float64"), ["servers=2 workers=2"], steps=3, timeout_s=TIMEOUT_S
     )
     assert certificate.passed, certificate.describe()
 
@@ -103,9 +103,9 @@ def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("server=2 workers=2", "data=2"),
-        ("shard=2", "server=2 workers=2"),
-        ("server=1 workers=2 staleness=inf", "server=2 workers=2 staleness=1"),
+        ("servers=2 workers=2", "data=2"),
+        ("shard=2", "servers=2 workers=2"),
+        ("servers=1 workers=2 staleness=inf", "servers=2 workers=2 staleness=1"),
     ],
 )
 def test_checkpoints_do_not_know_the_servers(tmp_path: Path, first: str, then: str):
@@ -162,9 +162,9 @@ def _killing(rank: int, number: int, mark: Path, *, at: int, epochs: int) -> pac
 @pytest.mark.parametrize(
     ("plan", "rank", "number"),
     [
-        ("server=1 workers=3 staleness=inf", 2, signal.SIGKILL),
-        ("server=2 workers=3 staleness=1", 3, signal.SIGSTOP),
-        ("server=1 workers=2 staleness=inf colocate=yes", 1, signal.SIGKILL),
+        ("servers=1 workers=3 staleness=inf", 2, signal.SIGKILL),
+        ("servers=2 workers=3 staleness=1", 3, signal.SIGSTOP),
+        ("servers=1 workers=2 staleness=inf colocate=yes", 1, signal.SIGKILL),
     ],
 )
 def test_others_take_the_steps_of_a_worker_that_is_gone(
@@ -192,7 +192,7 @@ def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
     job = replace(_killing(1, signal.SIGKILL, tmp_path / "mark", at=20, epochs=8), model=slow)
     summary = paceline.train(
         job,
-        "server=1 workers=2 staleness=inf",
+        "servers=1 workers=2 staleness=inf",
         run=tmp_path / "run",
         timeout_s=TIMEOUT_S,
         restarts=0,
@@ -204,7 +204,7 @@ def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
 @pytest.mark.sweep(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 @pytest.mark.parametrize(
-    ("rank", "plan"), [(2, "server=1 workers=2"), (1, "server=2 workers=2 colocate=yes")]
+    ("rank", "plan"), [(2, "servers=1 workers=2"), (1, "servers=2 workers=2 colocate=yes")]
 )
 def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan: str):
     """The rank that was killed is named, whoever lost a connection to it."""
@@ -217,7 +217,7 @@ def test_without_staleness_a_death_ends_the_run(tmp_path: Path, rank: int, plan:
 def test_a_line_has_the_learning_rate_of_its_step(tmp_path: Path):
     """Exactly, where updates are made in order."""
     paceline.train(
-        _adam(), "server=2 workers=2", run=tmp_path / "run", steps=12, timeout_s=TIMEOUT_S
+        _adam(), "servers=2 workers=2", run=tmp_path / "run", steps=12, timeout_s=TIMEOUT_S
     )
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -230,7 +230,7 @@ def test_damping_and_what_a_run_tells(tmp_path: Path):
     """Staleness, bytes and waiting are in the summary; a straggler's updates are damped."""
     summary = paceline.train(
         _adam(),
-        "server=2 workers=2 staleness=inf damping=inverse",
+        "servers=2 workers=2 staleness=inf damping=inverse",
         run=tmp_path / "run",
         steps=12,
         timeout_s=TIMEOUT_S,
@@ -276,7 +276,7 @@ def test_clipping_with_staleness_is_of_each_steps_own_gradient(tmp_path: Path):
     """By its norm over all servers: an update is what one device makes of a worker's samples, by their part of the
     batch."""
     weights = {}
-    for plan, batch, lr in (("single", 4, 0.1), ("server=2 workers=2 staleness=inf", 8, 0.2)):
+    for plan, batch, lr in (("single", 4, 0.1), ("servers=2 workers=2 staleness=inf", 8, 0.2)):
         job = classification_job(
             Weightless,
             loss=lambda output, target: (output.mean(1) * (target + 1)).mean(),
@@ -306,7 +306,7 @@ def test_parts_of_a_loss_of_sums_are_a_step(tmp_path: Path):
         Weightless, loss=lambda output, target: ((output.mean(1) * (target + 1)).sum(), len(target))
     )
     weights = {}
-    for plan in ("single", "server=2 workers=3 staleness=inf"):
+    for plan in ("single", "servers=2 workers=3 staleness=inf"):
         paceline.train(job, plan, run=tmp_path / plan, steps=8, timeout_s=TIMEOUT_S)
         weights[plan] = load_file(tmp_path / plan / "model.safetensors")
     first_weights, second_weights = weights.values()
@@ -321,7 +321,7 @@ def test_an_update_is_damped_by_the_steps_it_misses(tmp_path: Path):
     data = torch.utils.data.TensorDataset(torch.ones(24, 6), torch.zeros(24, dtype=torch.long))
     job = classification_job(Weightless, data=data, loss=lambda output, target: output.mean())
     ways = {}
-    for plan in ("single", "server=1 workers=4 staleness=inf damping=inverse"):
+    for plan in ("single", "servers=1 workers=4 staleness=inf damping=inverse"):
         paceline.train(job, plan, run=tmp_path / plan, steps=9, timeout_s=TIMEOUT_S)
         ways[plan] = load_file(tmp_path / plan / "model.safetensors")["first.bias"]
     start = paceline.train(job, "single", run=tmp_path / "one", steps=1).run
@@ -376,7 +376,7 @@ def test_rows_of_tables_are_one_device_s(optimizer: str):
     )
     for certificate in paceline.verify(
         job,
-        ["server=2 workers=3 accumulate=2", "server=2 workers=2 colocate=yes"],
+        ["servers=2 workers=3 microbatches=2", "servers=2 workers=2 colocate=yes"],
         steps=3,
         timeout_s=TIMEOUT_S,
     ):
@@ -397,7 +397,7 @@ def test_bytes_are_by_rows_and_not_by_tables(tmp_path: Path):
         run = tmp_path / str(rows)
         summary = paceline.train(
             _words(model=Large, validation=_words().data),
-            "server=2 workers=2 staleness=inf",
+            "servers=2 workers=2 staleness=inf",
             run=run,
             timeout_s=TIMEOUT_S,
         )
@@ -418,7 +418,7 @@ def test_the_example_of_lines(tmp_path: Path):
     make = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "04_stdlib_lines.py"))["job"]
     job = make(buckets=5_000, modules=4, per_module=300, epochs=15)
     summary = paceline.train(
-        job, "server=2 workers=2 staleness=inf", run=tmp_path / "run", timeout_s=TIMEOUT_S
+        job, "servers=2 workers=2 staleness=inf", run=tmp_path / "run", timeout_s=TIMEOUT_S
     )
     assert summary["metrics"]["accuracy"] > 0.4
 
@@ -436,10 +436,10 @@ class Norm(nn.Module):
 @pytest.mark.parametrize(
     ("job", "plan", "kind", "why"),
     [
-        (classification_job(Norm), "server=1 workers=2", JobError, "changes 'norm.running_mean'"),
+        (classification_job(Norm), "servers=1 workers=2", JobError, "changes 'norm.running_mean'"),
         (
             classification_job(Norm),
-            "server=1 workers=2 staleness=1",
+            "servers=1 workers=2 staleness=1",
             JobError,
             "changes 'norm.(.|\n)*GroupNorm or LayerNorm",
         ),
@@ -447,7 +447,7 @@ class Norm(nn.Module):
             classification_job(
                 ListedPerceptron, optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])
             ),
-            "server=1 workers=1",
+            "servers=1 workers=1",
             PlanError,
             "LBFGS needs a closure that evaluates the loss several times a step(.|\n)*use a data=N",
         ),
@@ -456,13 +456,13 @@ class Norm(nn.Module):
                 ListedPerceptron,
                 optimizer=lambda named: torch.optim.Adafactor([p for _, p in named]),
             ),
-            "server=7 workers=1",
+            "servers=7 workers=1",
             PlanError,
-            "server=7 servers and 6 parameters(.|\n)*at most 6 servers",
+            "servers=7 servers and 6 parameters(.|\n)*at most 6 servers",
         ),
         (
             classification_job(lambda: nn.Linear(6, 3, bias=False)),
-            "server=4 workers=1",
+            "servers=4 workers=1",
             PlanError,
             "at most 3 servers",
         ),
@@ -472,7 +472,7 @@ class Norm(nn.Module):
                     nn.Embedding(9, 3, sparse=True, max_norm=1.0), nn.Flatten(), nn.Linear(18, 3)
                 )
             ),
-            "server=1 workers=1",
+            "servers=1 workers=1",
             JobError,
             "max_norm|in place, and servers",
         ),
@@ -506,7 +506,7 @@ def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, stalen
     with pytest.raises(PacelineError, match="ArithmeticError: too large"):
         paceline.train(
             job,
-            f"server=2 workers=2 colocate=yes staleness={staleness}",
+            f"servers=2 workers=2 colocate=yes staleness={staleness}",
             run=tmp_path / "run",
             timeout_s=600,
         )
@@ -514,8 +514,8 @@ def test_a_server_that_fails_beside_a_worker_ends_the_run(tmp_path: Path, stalen
 
 def test_verify_is_about_exact_plans():
     """A stale plan is not meant to equal one device; the one to compare is named."""
-    (certificate,) = paceline.verify(classification_job(), ["server=1 workers=2 staleness=1"])
+    (certificate,) = paceline.verify(classification_job(), ["servers=1 workers=2 staleness=1"])
     assert (
         "miss updates" in certificate.describe()
-        and "'server=1 workers=2' can" in certificate.describe()
+        and "'servers=1 workers=2' can" in certificate.describe()
     )

@@ -138,7 +138,7 @@ def start_run(tmp_path: Path, start_child: Callable[..., Any]) -> Callable[..., 
 
 def test_a_killed_worker_comes_back(start_run: Callable[..., Run], wait_for: Callable[..., None]):
     """Both workers of a run, one after the other, and then the last two at once."""
-    run = start_run(_job(20, sample_s=0.006), "server=1 workers=2 staleness=1", restarts=4)
+    run = start_run(_job(20, sample_s=0.006), "servers=1 workers=2 staleness=1", restarts=4)
     wait_for(lambda: len(run.steps()) > 5)
     run.send(signal.SIGKILL, 1)
     wait_for(lambda: "worker 0 is back" in run.child.stderr)
@@ -154,9 +154,9 @@ def test_a_killed_worker_comes_back(start_run: Callable[..., Run], wait_for: Cal
 @pytest.mark.parametrize(
     ("plan", "rank", "save_every"),
     [
-        ("server=2 workers=2 staleness=inf", 1, 10),
-        ("server=2 workers=1 staleness=1", 0, None),
-        ("server=2 workers=2 staleness=inf colocate=yes", 1, 7),
+        ("servers=2 workers=2 staleness=inf", 1, 10),
+        ("servers=2 workers=1 staleness=1", 0, None),
+        ("servers=2 workers=2 staleness=inf colocate=yes", 1, 7),
     ],
 )
 def test_a_killed_server_comes_back(
@@ -183,7 +183,7 @@ def test_a_killed_server_comes_back(
 
 
 @pytest.mark.parametrize(
-    "plan", ["server=1 workers=2", pytest.param("data=2", marks=pytest.mark.slow)]
+    "plan", ["servers=1 workers=2", pytest.param("data=2", marks=pytest.mark.slow)]
 )
 def test_exact_plans_restart_when_asked(
     start_run: Callable[..., Run], wait_for: Callable[..., None], plan: str
@@ -225,7 +225,7 @@ def test_steps_of_a_job_s_own_are_taken_once(
     start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int
 ):
     """A server or a worker is killed in the middle of a step; followers come back with the checkpoint."""
-    run = start_run(_own_job(10), "server=2 workers=2", save_every=4, restarts=1)
+    run = start_run(_own_job(10), "servers=2 workers=2", save_every=4, restarts=1)
     run.single = _own_job(10, sample_s=0.0)
     wait_for(lambda: len(run.steps()) > 9)
     run.send(signal.SIGKILL, rank)
@@ -235,7 +235,7 @@ def test_steps_of_a_job_s_own_are_taken_once(
 
 def test_restarts_run_out(start_run: Callable[..., Run], wait_for: Callable[..., None]):
     """Then a server's death ends the run, with its rank named."""
-    run = start_run(_job(100), "server=1 workers=2 staleness=inf", restarts=1)
+    run = start_run(_job(100), "servers=1 workers=2 staleness=inf", restarts=1)
     wait_for(lambda: len(run.steps()) > 3)
     run.send(signal.SIGKILL, 2)
     wait_for(lambda: "worker 1 is back" in run.child.stderr)
@@ -248,9 +248,9 @@ def test_restarts_run_out(start_run: Callable[..., Run], wait_for: Callable[...,
 @pytest.mark.parametrize(
     "plan",
     [
-        "server=2 workers=3 staleness=inf",
-        "server=2 workers=3 staleness=2",
-        "server=2 workers=3 staleness=inf colocate=yes",
+        "servers=2 workers=3 staleness=inf",
+        "servers=2 workers=3 staleness=2",
+        "servers=2 workers=3 staleness=inf colocate=yes",
     ],
 )
 @pytest.mark.parametrize("seed", range(2))
@@ -285,7 +285,7 @@ def test_a_server_that_stalls(
 ):
     """It is as good as dead, and it is the one that is blamed: workers that waited for it were not lost."""
     run = start_run(
-        _job(60), "server=2 workers=2 staleness=inf", timeout_s=6, save_every=10, restarts=1
+        _job(60), "servers=2 workers=2 staleness=inf", timeout_s=6, save_every=10, restarts=1
     )
     wait_for(lambda: len(run.steps()) > 5)
     run.send(signal.SIGSTOP, rank)
@@ -298,7 +298,7 @@ def test_a_worker_that_wakes_up_does_no_harm(
     start_run: Callable[..., Run], wait_for: Callable[..., None]
 ):
     """Given up after half the timeout; it ends when it wakes up, and comes back as a new one."""
-    run = start_run(_job(300, sample_s=0.004), "server=2 workers=2 staleness=1", timeout_s=8)
+    run = start_run(_job(300, sample_s=0.004), "servers=2 workers=2 staleness=1", timeout_s=8)
     wait_for(lambda: len(run.steps()) > 5)
     run.send(signal.SIGSTOP, 3)
     wait_for(lambda: "worker 1 is gone" in run.child.stderr)

@@ -80,7 +80,7 @@ def test_products(plan: str) -> None:
 @pytest.mark.parametrize("name", ["two-tower", "unet", "routed"])
 def test_placed_parts(name: str) -> None:
     """Modules where a memory ledger puts them, alone and in two replicas."""
-    passes(split_job(name), "place=auto parts=2 data=2")
+    passes(split_job(name), "place=2 data=2")
 
 
 @pytest.mark.sweep(1)
@@ -108,7 +108,7 @@ def test_split_layers(name: str, plan: str) -> None:
         ("gpt2", "tensor=2", 0.52),
         ("bert", "tensor=2", 0.53),
         ("llama", "pipeline=2", 0.6),
-        ("two-tower", "place=auto parts=2", 0.6),
+        ("two-tower", "place=2", 0.6),
         ("llama", "pipeline=2 tensor=2", 0.31),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_rank_holds_a_part(
     name: str, plan: str, most: float, run_ranks: Callable[..., Any]
 ) -> None:
     """What verify can't see: that the model is split at all."""
-    split_plan = paceline.Plan.parse(plan).with_microbatches(2)
+    split_plan = paceline.Plan.parse(plan).with_(microbatches=2)
 
     def body(context: Any) -> float:
         mesh = Mesh(split_plan.axes.sizes(), context.rank)
@@ -136,7 +136,7 @@ def test_every_model_under_every_plan(name: str) -> None:
     model has fewer pieces than the plan has stages, it is refused in words."""
     plans = [
         "tensor=2",
-        "place=auto parts=2",
+        "place=2",
         "data=2 tensor=2",
         "pipeline=2 data=2",
         "pipeline=2 shard=2",
@@ -170,7 +170,7 @@ class Dense(nn.Module):
         "pipeline=2 schedule=interleaved",
         "pipeline=3",
         "pipeline=4 schedule=zero-bubble",
-        "place=auto parts=3",
+        "place=3",
     ],
 )
 def test_a_value_that_several_stages_need(plan: str) -> None:
@@ -328,7 +328,7 @@ def captured() -> tuple[nn.Module, Capture]:
 
 def refuse(model: nn.Module, graph: Capture, plan: str, words: str) -> None:
     """What a rank says of a model that was captured before it holds any part of it."""
-    split_plan = paceline.Plan.parse(plan).with_microbatches(2)
+    split_plan = paceline.Plan.parse(plan).with_(microbatches=2)
     with pytest.raises(PlanError) as refused:
         assigned(
             model, graph, split_plan, samples=4, state_factor=0.0, devices=(), precision="float64"
@@ -348,7 +348,7 @@ def test_models_with_fewer_pieces_than_a_plan_asks_for() -> None:
     refuse(
         model,
         graph,
-        "place=auto parts=4",
+        "place=4",
         "the model has 3 pieces with parameters and 4 parts were asked for",
     )
     assert "the model has 3 pieces that can be cut apart and the plan needs 4" in failure_text(

@@ -150,7 +150,7 @@ def test_a_model_that_writes_to_its_input(layers: tuple[Any, ...], expected: str
         for number, (x, y) in enumerate(classification_job().data)
     ]
     job = classification_job(lambda: Normalising(*(make() for make in layers)), data=items, batch=7)
-    certificate = verdict(job, "data=2 accumulate=2", restore="no")
+    certificate = verdict(job, "data=2 microbatches=2", restore="no")
     assert certificate.verdict == expected and (
         not layers or "BatchNorm" in str(certificate.reason)
     ), certificate.describe()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.strategies.plan import Plan
 
 EARLIER = Path(__file__).parent / "earlier"
 OWN_STEP = "own_step"
@@ -32,7 +33,7 @@ def trained(
     plan: str, run: Path, *, own_step: bool = False, resume: bool = False
 ) -> dict[str, torch.Tensor]:
     job = paceline.load(str(EARLIER / "job.py"), {"own_step": own_step})
-    result = paceline.train(job, plan, run=run, resume=resume, check=False, table=False)
+    result = paceline.train(job, Plan.parse(plan), run=run, resume=resume, check=False, table=False)
     assert result["steps"] == 8 and result.history[0]["step"] == 1
     return {name.removeprefix("net."): value for name, value in result.model().state_dict().items()}
 

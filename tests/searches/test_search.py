@@ -481,7 +481,7 @@ def test_a_sampler_that_has_no_more_ends_the_study(job: str, tmp_path: Path):
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "server=1 workers=1"])
+@pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "servers=1 workers=1"])
 def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, plan: str):
     """To the last bit, under the same plan; the process that runs it has run others before."""
     study = pl.search(

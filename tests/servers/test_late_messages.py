@@ -44,7 +44,7 @@ WORKER = Peer(Role.CONTROL, 0, 7)
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
     """Of a run with another server and worker 0, on no thread of its own."""
-    plan = Plan.parse("server=2 workers=2 staleness=inf")
+    plan = Plan.parse("servers=2 workers=2 staleness=inf")
     job = pl.Job(
         model=lambda: nn.Linear(4, 2),
         data=[(torch.ones(4), torch.ones(2))] * 8,

@@ -265,7 +265,7 @@ def test_runs_across_hosts_reach_the_same_weights(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(
                 shared, "_reach", lambda process, descriptor, mark, chunk_bytes: None
             )
-        run = Run("server=1 workers=2")
+        run = Run("servers=1 workers=2")
         run.work(0)
         run.work(1)
         assert run.end()["steps"] == STEPS
@@ -336,7 +336,7 @@ def _check_dismissed(run: Run, why: str) -> None:
 )
 def test_messages_that_make_no_sense(started: Callable[[str], Run], messages: list[Any], why: str):
     """Their worker is given up with the reason, and the other one does all the steps."""
-    run = started("server=1 workers=2 staleness=inf")
+    run = started("servers=1 workers=2 staleness=inf")
     control = run.reach(Role.CONTROL, 1, 7)
     for before, message in zip([None, *messages], messages, strict=False):
         if before is IDLE and message is not IDLE:
@@ -349,7 +349,7 @@ def test_messages_that_make_no_sense(started: Callable[[str], Run], messages: li
 
 def test_without_staleness_such_a_message_ends_the_run(started: Callable[[str], Run]):
     """The worker is named."""
-    run = started("server=1 workers=2")
+    run = started("servers=1 workers=2")
     run.reach(Role.CONTROL, 1, 7).send_message({"finished": 1})
     with pytest.raises(
         WireError, match="worker 1 is gone: it sent a message 'finished' with finished where"
@@ -362,12 +362,12 @@ def test_without_staleness_such_a_message_ends_the_run(started: Callable[[str], 
     [
         (Peer(Role.CONTROL, 2, 7), "worker 2, and workers=2 count from 0"),
         (Peer(Role.DATA, 60_000, 7), "worker 60000, and"),
-        (Peer(Role.SERVER, 1, 0), "server 1, which is here already or none of server=1"),
+        (Peer(Role.SERVER, 1, 0), "server 1, which is here already or none of servers=1"),
     ],
 )
 def test_peers_that_a_run_does_not_have(started: Callable[[str], Run], peer: Peer, why: str):
     """Refused at the door, in words."""
-    run = started("server=1 workers=2 staleness=inf")
+    run = started("servers=1 workers=2 staleness=inf")
     with pytest.raises(WireError, match=why):
         run.reach(peer.role, peer.number, peer.incarnation)
     run.work(0)
@@ -447,7 +447,7 @@ def test_gradients_that_make_no_sense(
     started: Callable[[str], Run], why: str, frames: Callable[[Run], list[tuple[Header, bytes]]]
 ):
     """Their worker is given up with the reason, nothing of them is kept, and the other one does all the steps."""
-    run = started("server=1 workers=2 staleness=inf")
+    run = started("servers=1 workers=2 staleness=inf")
     control, data = run.reach(Role.CONTROL, 1, 7), run.reach(Role.DATA, 1, 7)
     for header, payload in frames(run):
         with suppress(WireError):  # it may have heard enough
@@ -460,7 +460,7 @@ def test_gradients_that_make_no_sense(
 
 def test_a_fault_that_comes_before_its_worker(started: Callable[[str], Run]):
     """A worker has two connections, and which is heard first is chance: it is given up all the same."""
-    run = started("server=1 workers=2 staleness=inf")
+    run = started("servers=1 workers=2 staleness=inf")
     data = run.reach(Role.DATA, 1, 7)
     data.send(*_rows(Kind.PULL_ROWS, 3, 20))
     assert _is_closed(data)
@@ -470,7 +470,7 @@ def test_a_fault_that_comes_before_its_worker(started: Callable[[str], Run]):
 
 def test_two_workers_that_send_one_update(started: Callable[[str], Run]):
     """A server can't tell whose it is: neither is heard any more, and the update is made by another."""
-    run = started("server=1 workers=3 staleness=inf")
+    run = started("servers=1 workers=3 staleness=inf")
     controls = [run.reach(Role.CONTROL, worker, 7) for worker in (1, 2)]
     links = [run.reach(Role.DATA, worker, 7) for worker in (1, 2)]
     for number, link in enumerate(links):
@@ -487,7 +487,7 @@ def test_two_workers_that_send_one_update(started: Callable[[str], Run]):
 
 def test_gradients_of_whom_nobody_knows(started: Callable[[str], Run]):
     """A peer that never joined may send what it likes: when it leaves, nothing is left of it."""
-    run = started("server=1 workers=2 staleness=inf")
+    run = started("servers=1 workers=2 staleness=inf")
     for incarnation in (7, 8):
         data = run.reach(Role.DATA, 1, incarnation)
         for frame in _chunks(run, 1, incarnation, 40 + incarnation):
@@ -502,7 +502,7 @@ def test_gradients_of_whom_nobody_knows(started: Callable[[str], Run]):
 
 def test_a_worker_that_was_given_up_is_not_let_in_again(started: Callable[[str], Run]):
     """Nor has one that is there two connections."""
-    run = started("server=1 workers=2 staleness=inf")
+    run = started("servers=1 workers=2 staleness=inf")
     control, data = run.reach(Role.CONTROL, 1, 7), run.reach(Role.DATA, 1, 7)
     until(lambda: run.coordinator.exchange.connections)  # it is let in before the second comes
     second = run.reach(Role.DATA, 1, 7)
@@ -519,7 +519,7 @@ def test_a_worker_that_was_given_up_is_not_let_in_again(started: Callable[[str],
 @pytest.fixture(scope="module")
 def attacked() -> Iterator[Run]:
     """One run for many peers that say anything."""
-    run = Run("server=1 workers=2 staleness=inf", timeout_s=400)
+    run = Run("servers=1 workers=2 staleness=inf", timeout_s=400)
     yield run
     run.close()
 

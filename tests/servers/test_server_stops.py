@@ -26,7 +26,7 @@ def test_a_signal_to_a_second_server_or_a_worker(
     run_ranks: Callable[..., Any], tmp_path: Path, rank: int
 ):
     """Rank 0 hears of it, saves a checkpoint and names the rank; without it, the run would take its 100,000 steps."""
-    plan = Plan.parse("server=2 workers=1")
+    plan = Plan.parse("servers=2 workers=1")
     job = pl.Job(
         model=lambda: nn.Linear(4, 2),
         data=[(torch.ones(4), torch.ones(2))] * 8,

@@ -64,7 +64,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bo
 
 
 @pytest.mark.parametrize(
-    "plan", ["server=1 workers=1 staleness=2", "server=1 workers=1 staleness=inf colocate=yes"]
+    "plan", ["servers=1 workers=1 staleness=2", "servers=1 workers=1 staleness=inf colocate=yes"]
 )
 def test_weights_of_an_update_that_was_just_made_count_as_having_it(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +80,7 @@ def test_rounded_weights_count_as_having_no_update_that_came_after_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     slowly(monkeypatch, ShardMemory, "sent", after=True)
-    update_counts = updates_had(tmp_path, "server=1 workers=1 staleness=2 compress=bf16")
+    update_counts = updates_had(tmp_path, "servers=1 workers=1 staleness=2 compress=bf16")
     assert len(update_counts) == STEPS and all(
         had == reported for had, reported in update_counts
     ), update_counts

@@ -14,7 +14,7 @@ from paceline.strategies.server.keys import Servers
 def _turns(
     num_samples: int, batch: int, workers: int, staleness: str, drop_last: bool = False
 ) -> UpdateOrder:
-    sync = Plan.parse(f"server=1 workers={workers} staleness={staleness}").sync
+    sync = Plan.parse(f"servers=1 workers={workers} staleness={staleness}").sync
     assert isinstance(sync, Servers)
     return UpdateOrder(Order(num_samples, batch, 0, drop_last), sync)
 

@@ -19,7 +19,7 @@ import paceline
 from paceline.launch.process.failure import RankFailed
 
 BATCH, SAMPLES = 12, 50
-SPLITS = ("tensor=2", "pipeline=2 microbatches=1", "place=auto parts=2")
+SPLITS = ("tensor=2", "pipeline=2 microbatches=1", "place=2")
 
 
 def job_of(model: Callable[[], nn.Module], **changes: Any) -> paceline.Job:

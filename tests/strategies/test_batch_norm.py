@@ -226,9 +226,9 @@ def test_replicas_that_take_other_courses_say_so(
         lambda: PlanChoice(times), data=TensorDataset(x, x[:, :3]), validation=None, steps=5
     )
 
-    with pytest.raises(PacelineError, match=r"come to different batch norms(.|\n)*accumulate=2"):
+    with pytest.raises(PacelineError, match=r"come to different batch norms(.|\n)*microbatches=2"):
         paceline.train(job, "data=2", check=False, run=tmp_path / "joined", timeout_s=30)
     assert (
-        paceline.train(job, "data=2 accumulate=2", check=False, run=tmp_path / "apart")["steps"]
+        paceline.train(job, "data=2 microbatches=2", check=False, run=tmp_path / "apart")["steps"]
         == 5
     )

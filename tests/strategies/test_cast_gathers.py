@@ -163,14 +163,14 @@ def test_a_tied_head_is_left_in_float32():
 @pytest.mark.parametrize(
     ("model", "plan", "precision"),
     [
-        (lambda: Decoder(SIZE), "shard=2 zero=1 accumulate=2", "fp16"),
+        (lambda: Decoder(SIZE), "shard=2 zero=1 microbatches=2", "fp16"),
         (Branches, "shard=2", "bf16"),
         pytest.param(lambda: Decoder(SIZE), "shard=2", "bf16", marks=pytest.mark.slow),
         *(
             pytest.param(model, plan, "bf16", marks=pytest.mark.slow)
             for model in (lambda: Decoder(SIZE), Uses)
             for plan in (
-                "shard=3 accumulate=2",
+                "shard=3 microbatches=2",
                 "shard=2 zero=2",
                 "data=2 shard=2",
                 "shard=2 recompute=full",

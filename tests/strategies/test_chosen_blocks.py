@@ -37,11 +37,11 @@ def at_the_top() -> nn.Module:
     ("kind", "plan"),
     [
         (Net, "shard=2"),
-        (at_the_top, "shard=2 zero=2 accumulate=3"),
+        (at_the_top, "shard=2 zero=2 microbatches=3"),
         *(
             pytest.param(kind, plan, marks=pytest.mark.slow)
             for kind in (Net, at_the_top, lambda: nn.ModuleDict({"a": Net()})["a"])
-            for plan in ("shard=3", "shard=2 zero=2 accumulate=3")
+            for plan in ("shard=3", "shard=2 zero=2 microbatches=3")
         ),
     ],
 )

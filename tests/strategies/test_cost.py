@@ -445,7 +445,7 @@ def test_rooms_hook_into_moments_that_exist():
             "data=2 shard=2 recompute=full compile=blocks",
             "data=2 local=4",
             "tensor=2",
-            "server=1 workers=2",
+            "servers=1 workers=2",
         )
     ]
 
@@ -548,10 +548,10 @@ def test_python_around_a_unit_that_is_recomputed_takes_time_on_a_cpu(
 @pytest.mark.parametrize(
     ("text", "kind", "messages"),
     [
-        ("server=2 workers=2 colocate=yes", "cpu", 8),
-        ("server=1 workers=2 colocate=yes", "cpu", 4),
-        ("server=1 workers=2", "cpu", 2),
-        ("server=2 workers=2 colocate=yes", "cuda", 0),
+        ("servers=2 workers=2 colocate=yes", "cpu", 8),
+        ("servers=1 workers=2 colocate=yes", "cpu", 4),
+        ("servers=1 workers=2", "cpu", 2),
+        ("servers=2 workers=2 colocate=yes", "cuda", 0),
     ],
 )
 def test_messages_of_servers_take_time_of_the_cores_that_compute(
@@ -579,7 +579,7 @@ def test_a_model_with_running_statistics_can_not_be_served():
         list(
             step_program(
                 replace(PROFILE, statistics_bytes=8),
-                Plan.parse("server=1 workers=2"),
+                Plan.parse("servers=1 workers=2"),
                 "cpu",
                 (1.0,),
             )

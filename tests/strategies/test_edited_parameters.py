@@ -88,7 +88,7 @@ def test_replicas_put_their_edits_together():
     """An element that some replicas edit takes that edit, and one that all edit takes it once."""
 
 
-@pytest.mark.parametrize("plan", ["data=2 accumulate=2"])
+@pytest.mark.parametrize("plan", ["data=2 microbatches=2"])
 @in_turn(lambda plan: bag(1.0))
 def test_edits_of_several_micro_batches():
     """The limit of a norm is kept in each micro-batch."""
@@ -146,7 +146,7 @@ def test_servers_see_a_write_that_changes_nothing_at_first(tmp_path: Path):
     with pytest.raises(
         RankFailed, match=r"a forward changes the parameter '0\.target\.bias' in place, and servers"
     ):
-        trained(target(CopiedTarget), "server=1 workers=2", tmp_path)
+        trained(target(CopiedTarget), "servers=1 workers=2", tmp_path)
 
 
 class Centred(nn.Module):
@@ -167,7 +167,7 @@ def test_servers_refuse_tensors_in_attributes_that_change(tmp_path: Path):
     with pytest.raises(
         RankFailed, match="training changes 'centre', and servers keep trained parameters alone"
     ):
-        trained(stateful_job(Centred), "server=1 workers=2", tmp_path)
+        trained(stateful_job(Centred), "servers=1 workers=2", tmp_path)
 
 
 @pytest.mark.sweep(1)
@@ -177,7 +177,7 @@ def test_servers_refuse_edited_parameters(name: str, tmp_path: Path):
     with pytest.raises(
         RankFailed, match="and servers, which keep the parameters, would not learn of it"
     ):
-        trained(JOBS[name](), "server=1 workers=2", tmp_path)
+        trained(JOBS[name](), "servers=1 workers=2", tmp_path)
 
 
 def test_a_model_that_edits_nothing_is_not_run_beforehand():
@@ -218,10 +218,10 @@ class TwoNets(nn.Module):
         "pipeline=2 microbatches=4",
         "pipeline=2 microbatches=4 schedule=interleaved",
         "pipeline=2 microbatches=4 schedule=zero-bubble",
-        "tensor=2 accumulate=4",
+        "tensor=2 microbatches=4",
     ],
 )
-@in_turn(lambda plan: stateful_job(TwoNets, batch=8), reference="single accumulate=4")
+@in_turn(lambda plan: stateful_job(TwoNets, batch=8), reference="single microbatches=4")
 def test_other_stages_use_what_was_written_for_their_micro_batch():
     """The next micro-batch's forward may have written again by then."""
 
@@ -245,7 +245,7 @@ class Seeing(nn.Module):
 def test_stand_ins_leave_no_trace_in_buffers(model: type[nn.Module], tmp_path: Path):
     """A window of one sample: three micro-batches of each replica, and all of the second one's, are stand-ins."""
     job = stateful_job(model, samples=25, steps=3)
-    expected = by_one_device(job, "data=2 accumulate=4")
+    expected = by_one_device(job, "data=2 microbatches=4")
     state = trained(job, "pipeline=2 shard=2 microbatches=4", tmp_path)
     torch.testing.assert_close(state["seen"], expected["seen"])
 
@@ -274,7 +274,7 @@ def test_shards_do_not_follow_in_several_micro_batches(tmp_path: Path):
     with pytest.raises(
         RankFailed, match="uses a parameter of one of its blocks without calling the block"
     ):
-        trained(stateful_job(TwoNets), "shard=2 accumulate=2", tmp_path)
+        trained(stateful_job(TwoNets), "shard=2 microbatches=2", tmp_path)
 
 
 class BySamples(TwoNets):
@@ -390,4 +390,4 @@ def test_what_would_be_lost_of_gathered_blocks_is_refused(tmp_path: Path):
         RankFailed,
         match=r"changes the parameter 'target\.\d\.\w+' in place, and shard=N would lose",
     ):
-        trained(stateful_job(LateNets), "shard=2 zero=2 accumulate=2", tmp_path)
+        trained(stateful_job(LateNets), "shard=2 zero=2 microbatches=2", tmp_path)

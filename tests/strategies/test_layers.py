@@ -56,13 +56,13 @@ def test_blocks_that_are_alike_are_one_segment(layers: Profile):
 
 
 PLANS = {
-    "single accumulate=64": 0.03,
-    "data=8 accumulate=4": 0.03,
-    "shard=8 accumulate=8": 0.05,
+    "single microbatches=64": 0.03,
+    "data=8 microbatches=4": 0.03,
+    "shard=8 microbatches=8": 0.05,
     "pipeline=4 data=2 microbatches=16": 0.03,
     "pipeline=4 data=2 microbatches=16 schedule=zero-bubble": 0.15,
     "pipeline=4 schedule=interleaved virtual=2 microbatches=32 shard=2 recompute=full": 0.05,
-    "tensor=2 data=4 accumulate=8": 0.15,
+    "tensor=2 data=4 microbatches=8": 0.15,
 }
 
 

@@ -56,7 +56,7 @@ def sequences(plan: str) -> paceline.Job:
 
 
 @pytest.mark.parametrize(
-    "plan", ["shard=2", "shard=2 zero=1", "shard=2 zero=2 accumulate=2", "data=2"]
+    "plan", ["shard=2", "shard=2 zero=1", "shard=2 zero=2 microbatches=2", "data=2"]
 )
 @in_turn(sequences)
 def test_recurrent_layers_are_trained():

@@ -49,7 +49,7 @@ def test_one_device_is_a_plain_loop(model: Callable[[], nn.Module], tmp_path: Pa
     assert odd.difference(lambda: odd.job_of(model), "single", tmp_path) < 1e-10
 
 
-@pytest.mark.parametrize("plan", ["place=auto parts=2 recompute=full"])
+@pytest.mark.parametrize("plan", ["place=2 recompute=full"])
 @pytest.mark.parametrize(
     "model", [lambda: ResidualNet(odd.Normalised), lambda: ResidualNet(odd.Counting)]
 )
@@ -61,7 +61,7 @@ def test_recomputed_parts_change_their_state_once() -> None:
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=gpipe"])
 @in_turn(
     lambda plan: odd.job_of(lambda: ResidualNet(odd.Averaging), batch=6),
-    reference="single accumulate=3",
+    reference="single microbatches=3",
 )
 def test_several_forwards_before_a_backward() -> None:
     """A later micro-batch doesn't change what an earlier one has kept, as one device computes them one by one."""
@@ -96,7 +96,7 @@ def test_values_edited_in_place() -> None:
 def test_values_edited_in_place_in_parts(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """They would be edited on one rank and read on another."""
     with pytest.raises(RankFailed, match="edits in place what") as refused:
-        odd.trained(odd.job_of(model), "place=auto parts=2", tmp_path / "parts")
+        odd.trained(odd.job_of(model), "place=2", tmp_path / "parts")
     assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanError", 0)
 
 

@@ -153,14 +153,14 @@ def test_what_an_axis_cuts_says_over_which_ranks_each_gradient_is_summed(
 
 @pytest.mark.usefixtures("gossip")
 def test_its_key_is_read_and_written_like_any_other():
-    plan = Plan.parse("accumulate=2 gossip=4")
+    plan = Plan.parse("microbatches=2 gossip=4")
 
-    assert str(plan) == "gossip=4 accumulate=2" and Plan.parse(str(plan)) == plan == Plan.of(
-        gossip=4, accumulate=2
+    assert str(plan) == "gossip=4 microbatches=2" and Plan.parse(str(plan)) == plan == Plan.of(
+        gossip=4, microbatches=2
     )
     assert plan.world_size == plan.replicas == plan.num_copies == 4 and not plan.splits_model
     assert "two neighbours" in (plan.relaxed or "") and plan.exact == Plan.parse(
-        "data=4 accumulate=2"
+        "data=4 microbatches=2"
     )
     assert Plan.parse("gossip=1") == Plan() and kind_of(plan) == "gossip"
 
@@ -171,7 +171,7 @@ def test_its_key_is_read_and_written_like_any_other():
     [
         ("gossip=4 data=2", "gossip=4 and data=2 don't compose"),
         ("gossip=2 tensor=2", "holds the whole model"),
-        ("gossip=2 server=1 workers=2", "workers hold the whole model"),
+        ("gossip=2 servers=1 workers=2", "workers hold the whole model"),
         ("gossip=2 compress=int8", "add data=N"),
         ("gossip=2 local=3", "add data=N"),
         ("gossip=x", "not a whole number"),

@@ -6,6 +6,8 @@ import json
 import pickle
 import random
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,6 @@ def legal_plans(draw: st.DrawFn) -> Plan:
         name = draw(st.sampled_from(SCHEDULES))
         order = Schedule(
             schedule=name,
-            microbatches=draw(st.integers(1, 64) | st.just("auto")),
             virtual=draw(st.integers(2, 4)) if name == "interleaved" else 1,
         )
     elif draw(st.booleans()):
@@ -49,7 +50,7 @@ def legal_plans(draw: st.DrawFn) -> Plan:
             Schedule(place=draw(st.sampled_from(PLACES))),
         )
     modifiers = Modifiers(
-        accumulate=1 if axes.pipeline > 1 else draw(st.integers(1, 10_000) | st.just("auto")),
+        microbatches=draw(st.integers(1, 10_000) | st.just("auto")),
         recompute=draw(st.sampled_from(["none", "full"])),
         shares=draw(st.sampled_from(["equal", "speed", "memory"]) | per_replica),
         compress=draw(st.sampled_from(COMPRESSIONS if axes.data > 1 else ("none",))),
@@ -110,13 +111,13 @@ def test_any_text_is_a_plan_or_refused_with_a_message(text: str):
         ("tp=2", "tensor=N"),
         ("tensor_parallel_size=2", "tensor=N"),
         ("pp=2", "pipeline=N"),
-        ("mp=2", "place=auto"),
+        ("mp=2", "place=N"),
         ("megatron", "tensor=N"),
-        ("ps", "server=S workers=W"),
+        ("ps", "servers=S workers=W"),
         ("cp=2", "no plan key"),
         ("ep=2", "no plan key"),
         ("sp=2", "tensor=N"),
-        ("gradient_accumulation_steps=4", "accumulate=K"),
+        ("gradient_accumulation_steps=4", "microbatches=M"),
         ("gradient_checkpointing", "recompute=full"),
         ("diloco", "local=H"),
         ("vpp=2", "schedule=interleaved"),
@@ -135,8 +136,8 @@ def test_words_of_other_tools(word: str, keys: str):
     [
         ("fsdp=2 tp=2", "shard=2 tensor=2"),
         ("ddp", "data=2"),
-        ("ps=1", "server=1 workers=2"),
-        ("ddp=4 accumulate=2 data=2", "data=2 accumulate=2"),
+        ("ps=1", "servers=1 workers=2"),
+        ("ddp=4 microbatches=2 data=2", "data=2 microbatches=2"),
         ("local_sgd=8 data=4", "local=8 data=4"),
         ("dta=2 tp=2", "data=2 tensor=2"),
         ("cp=2", None),
@@ -157,12 +158,12 @@ def test_words_of_other_tools_are_answered_with_a_plan(words: str, plan: str | N
     [
         ("single", "single", 1),
         ("data=1", "single", 1),
-        ("single accumulate=2", "single accumulate=2", 1),
+        ("single microbatches=2", "single microbatches=2", 1),
         ("shard=2 data=3", "data=3 shard=2", 6),
         ("zero=3 shard=2", "shard=2", 2),
         ("zero=1,shard=2", "shard=2 zero=1", 2),
         ("data=2 shares=3:1", "data=2 shares=3:1", 2),
-        ("data=2 shares=equal accumulate=1 recompute=none", "data=2", 2),
+        ("data=2 shares=equal microbatches=1 recompute=none", "data=2", 2),
     ],
 )
 def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
@@ -204,17 +205,18 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
         ("shard=2 zero=0", "zero=0 must be 1, 2 or 3"),
         ("place=auto", "place=auto needs the number of parts"),
         ("parts=2", "place=nothing"),
-        ("pipeline=2 place=auto parts=2", "both say where"),
-        ("place=auto parts=1", "parts=1 and place=auto"),
+        ("place=parts.toml", "place=parts.toml needs the number of parts"),
+        ("place=2 parts=2", "place=2 states the number of parts"),
+        ("pipeline=2 place=2", "both say where"),
+        ("place=1", "parts=1 and place=auto"),
         ("schedule=gpipe", "schedule=gpipe is about a pipeline, and the plan has none"),
-        ("microbatches=4", "accumulate=K cuts the steps of other plans"),
-        ("pipeline=2 accumulate=2", "microbatches=M"),
+        ("pipeline=2 accumulate=2 microbatches=2", "plan key 'microbatches' is given twice"),
         ("pipeline=2 schedule=1f1f", "did you mean '1f1b'?"),
         ("pipeline=2 microbatches=0", "microbatches=0 must be"),
         ("pipeline=2 virtual=2", "virtual=2 contradicts schedule=1f1b"),
         ("pipeline=2 virtual=0", "virtual=0 must be"),
-        ("accumulate=0", "accumulate=0 must be a whole number of at least 1, or auto"),
-        ("accumulate=some", "accumulate=some is not a whole number"),
+        ("microbatches=0", "microbatches=0 must be a whole number of at least 1, or auto"),
+        ("microbatches=some", "microbatches=some is not a whole number"),
         ("recompute=ful", "did you mean 'full'?"),
         ("local=2", "local=2 is about replicas, and the plan has none: add data=N"),
         ("data=2 local=0", "local=0 must be"),
@@ -230,7 +232,7 @@ def test_the_text_form_is_canonical(text: str, canonical: str, world_size: int):
         ("shares=Equal", "did you mean 'equal'?"),
         ("data=2 shares=1:2:3", "shares=1:2:3 has 3 parts and the plan has 2 replicas"),
         (
-            "server=1 workers=2 staleness=inf shares=2:1",
+            "servers=1 workers=2 staleness=inf shares=2:1",
             "shares=2:1 and staleness=inf: with staleness a part",
         ),
         ("data=2 shares=1:0", "shares=1:0 must be whole numbers of at least 1"),
@@ -251,7 +253,7 @@ def test_a_plan_that_makes_no_sense_is_refused(text: str, message: str):
         ("data=2 local=1", None, "data=2 local=1"),
         ("data=2 local=8", "take 8 steps on their own samples", "data=2"),
         ("data=2 local=1 outer=diloco", "Nesterov momentum", "data=2"),
-        ("data=2 compress=int8 accumulate=2", "compressed to int8", "data=2 accumulate=2"),
+        ("data=2 compress=int8 microbatches=2", "compressed to int8", "data=2 microbatches=2"),
         (
             "data=2 local=8 outer=diloco fragments=2 compress=int8",
             "8 steps .*Nesterov.*; .*int8",
@@ -284,8 +286,8 @@ def test_choices_that_do_not_compose_are_refused(text: str, message: str):
 
 def test_everything_wrong_with_a_plan_is_said_at_once():
     """Two wrong values make one message."""
-    with pytest.raises(PlanError, match=r"data=0 must be .*\naccumulate=0 must be"):
-        Plan.parse("data=0 accumulate=0")
+    with pytest.raises(PlanError, match=r"data=0 must be .*\nmicrobatches=0 must be"):
+        Plan.parse("data=0 microbatches=0")
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ def test_values_from_python_are_checked_too(values: dict[str, Any]):
 
 def test_a_plan_is_read_from_a_plan_a_text_or_a_file(tmp_path: Path):
     """A run's plan.json is as good as the text in it."""
-    plan = Plan.parse("data=2 accumulate=auto")
+    plan = Plan.parse("data=2 microbatches=auto")
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"plan": str(plan), "world_size": 2}))
     assert Plan.read(plan) is plan
@@ -345,10 +347,10 @@ def test_a_wrong_plan_in_a_file_says_what_is_wrong(tmp_path: Path):
 
 def test_resolved_modifiers_replace_the_asked_ones():
     """What was "auto" gets its number, which is checked."""
-    plan = Plan.parse("data=2 accumulate=auto").with_(accumulate=4, shares=(2, 1))
-    assert str(plan) == "data=2 accumulate=4 shares=2:1"
+    plan = Plan.parse("data=2 microbatches=auto").with_(microbatches=4, shares=(2, 1))
+    assert str(plan) == "data=2 microbatches=4 shares=2:1"
     with pytest.raises(PlanError):
-        plan.with_(accumulate=0)
+        plan.with_(microbatches=0)
 
 
 @pytest.mark.parametrize(
@@ -357,13 +359,17 @@ def test_resolved_modifiers_replace_the_asked_ones():
         ("single", {"data": 2}, "data=2"),
         ("data=2 shard=2", {"data": 4, "zero": 1}, "data=4 shard=2 zero=1"),
         ("data=2", {"local": 4, "outer": "diloco"}, "data=2 local=4 outer=diloco"),
-        ("server=1 workers=2", {"workers": 4, "staleness": 1}, "server=1 workers=4 staleness=1"),
+        ("servers=1 workers=2", {"workers": 4, "staleness": 1}, "servers=1 workers=4 staleness=1"),
         (
             "pipeline=2 microbatches=4",
             {"schedule": "gpipe", "recompute": "full"},
             "pipeline=2 schedule=gpipe microbatches=4 recompute=full",
         ),
-        ("data=2 recompute=full accumulate=4", {"recompute": "none", "accumulate": 1}, "data=2"),
+        (
+            "data=2 recompute=full microbatches=4",
+            {"recompute": "none", "microbatches": 1},
+            "data=2",
+        ),
     ],
 )
 def test_any_key_of_a_plan_can_be_replaced(text: str, values: dict[str, Any], expected: str):
@@ -374,14 +380,10 @@ def test_any_key_of_a_plan_can_be_replaced(text: str, values: dict[str, Any], ex
 @pytest.mark.parametrize(
     ("text", "values", "message"),
     [
-        ("data=2", {"acumulate": 4}, "unknown plan key 'acumulate', did you mean 'accumulate'"),
+        ("data=2", {"microbatch": 4}, "unknown plan key 'microbatch', did you mean 'microbatches'"),
         ("data=2", {"data": 0}, "data=0 must be a whole number of at least 1"),
-        ("data=2 local=4", {"server": 1, "workers": 2}, "local=4 and server=1 don't compose"),
-        (
-            "data=2",
-            {"microbatches": 4},
-            "microbatches=4 is about a pipeline, and the plan has none",
-        ),
+        ("data=2 local=4", {"servers": 1, "workers": 2}, "local=4 and servers=1 don't compose"),
+        ("data=2", {"virtual": 2}, "virtual=2 is about a pipeline, and the plan has none"),
         ("shard=2 zero=1", {"shard": 1}, "zero=1 splits the shard axis, and the plan has none"),
     ],
 )
@@ -389,3 +391,68 @@ def test_a_replaced_key_is_checked(text: str, values: dict[str, Any], message: s
     """A key that does not exist, or that contradicts the rest of the plan, is refused as in the text form."""
     with pytest.raises(PlanError, match=re.escape(message)):
         Plan.parse(text).with_(**values)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "microbatches", "text"),
+    [
+        (1, 1, "single"),
+        (1, "auto", "single microbatches=auto"),
+        (2, "auto", "pipeline=2"),
+        (2, 1, "pipeline=2 microbatches=1"),
+        (2, 4, "pipeline=2 microbatches=4"),
+    ],
+)
+def test_the_default_number_of_micro_batches_depends_on_the_pipeline(
+    pipeline: int, microbatches: Any, text: str
+):
+    """Without a pipeline a step is one micro-batch; a pipeline chooses if the plan doesn't."""
+    plan = Plan(Axes(pipeline=pipeline), modifiers=Modifiers(microbatches=microbatches))
+    assert str(plan) == text and Plan.parse(text) == plan
+    assert Plan.parse(f"pipeline={pipeline} microbatches={microbatches}") == plan
+
+
+# Plans in the words of version 0.2, and as they are written now.
+EARLIER = [
+    ("server=1 workers=2 staleness=inf", "servers=1 workers=2 staleness=inf"),
+    ("data=2 accumulate=4 recompute=full", "data=2 microbatches=4 recompute=full"),
+    ("single accumulate=auto", "single microbatches=auto"),
+    ("place=auto parts=2 accumulate=2", "place=2 microbatches=2"),
+    ("parts=3, place=auto", "place=3"),
+]
+
+
+@pytest.mark.parametrize(("text", "now"), EARLIER)
+def test_earlier_names_of_keys_are_read_with_one_note(
+    text: str, now: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
+    """A user's text gets a note with the plan to write; what a run recorded gets none."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"plan": text}))
+    assert str(Plan.parse(text)) == str(Plan.read(file)) == now
+    assert Plan.read(now) == Plan.parse(text) and not recwarn.list
+
+    with pytest.warns(FutureWarning, match=re.escape(f"; write '{now}'")) as noted:
+        assert Plan.read(text) == Plan.parse(now)
+    assert len(noted) == 1
+
+
+def test_a_placement_by_file_keeps_its_words():
+    """A file's name does not say how many parts it has."""
+    plan = Plan.read("place=parts.toml parts=2")
+    assert str(plan) == "place=parts.toml parts=2" and plan.world_size == 2
+
+
+def test_a_note_is_shown_once_by_a_process():
+    """However often the plan is read."""
+    code = (
+        "from paceline import Plan\nfor _ in range(3): Plan.read('server=1 workers=2')\n"
+        "Plan.read('servers=1 workers=2')"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0 and ran.stderr.count("FutureWarning") == 1
+
+
+def test_values_from_python_may_have_earlier_names():
+    assert Plan.of(server=1, workers=2) == Plan.parse("servers=1 workers=2")
+    assert Plan.of(place="auto", parts=2).with_(accumulate=3) == Plan.of(place=2, microbatches=3)

@@ -99,9 +99,9 @@ def test_state_changes_once():
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", ["single recompute=full accumulate=2"])
+@pytest.mark.parametrize("plan", ["single recompute=full microbatches=2"])
 @pytest.mark.parametrize("name", MODELS)
-@in_turn(lambda name, plan: stateful_job(MODELS[name]), reference="single accumulate=2")
+@in_turn(lambda name, plan: stateful_job(MODELS[name]), reference="single microbatches=2")
 def test_state_changes_once_in_each_micro_batch():
     """Weights and buffers are one device's, which computes them one after the other."""
 
@@ -121,9 +121,9 @@ def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("plan", "reference"),
     [
-        ("place=auto parts=2", "single"),
+        ("place=2", "single"),
         ("pipeline=2 microbatches=1", "single"),
-        ("pipeline=2 microbatches=4 schedule=gpipe", "single accumulate=4"),
+        ("pipeline=2 microbatches=4 schedule=gpipe", "single microbatches=4"),
     ],
 )
 @pytest.mark.parametrize("name", ["codebook", "batch_norm"])

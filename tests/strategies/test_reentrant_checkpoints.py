@@ -41,10 +41,10 @@ class Shared(nn.Module):
 @pytest.mark.parametrize(
     "plan",
     [
-        "data=2 accumulate=2",
+        "data=2 microbatches=2",
         *(
             pytest.param(plan, marks=pytest.mark.slow)
-            for plan in ("data=2", "data=3 accumulate=2", "data=2 compress=none recompute=full")
+            for plan in ("data=2", "data=3 microbatches=2", "data=2 compress=none recompute=full")
         ),
     ],
 )
@@ -88,7 +88,7 @@ def test_gradients_that_backward_leaves_outside_of_buckets(
 
 def test_servers(tmp_path: Path):
     """Chunks leave while backward goes on, too."""
-    assert_alike(stateful_job(Shared, steps=4), "server=1 workers=2", tmp_path)
+    assert_alike(stateful_job(Shared, steps=4), "servers=1 workers=2", tmp_path)
 
 
 def test_stages_that_share_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -154,7 +154,7 @@ def test_a_price_knows_what_is_spared_and_done_again():
         "shard=2",
         *(
             pytest.param(plan, marks=pytest.mark.slow)
-            for plan in ("data=2 accumulate=2", "pipeline=2 microbatches=2", "tensor=2")
+            for plan in ("data=2 microbatches=2", "pipeline=2 microbatches=2", "tensor=2")
         ),
     ],
 )

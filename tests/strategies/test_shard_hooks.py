@@ -64,8 +64,8 @@ def test_hooks_are_kept():
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [f"shard=2 zero={zero} accumulate=2" for zero in (2, 1, 3)])
+@pytest.mark.parametrize("plan", [f"shard=2 zero={zero} microbatches=2" for zero in (2, 1, 3)])
 @pytest.mark.parametrize("model", [halved, masked])
-@in_turn(lambda model, plan: stateful_job(model), reference="data=2 accumulate=2")
+@in_turn(lambda model, plan: stateful_job(model), reference="data=2 microbatches=2")
 def test_hooks_with_several_micro_batches():
     """A hook on what has accumulated sees all of it, also where FSDP2 would reduce each micro-batch by itself."""

@@ -178,7 +178,7 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
 
-@pytest.mark.parametrize("plan", ["data=2 accumulate=2", "single accumulate=2"])
+@pytest.mark.parametrize("plan", ["data=2 microbatches=2", "single microbatches=2"])
 def test_batch_norm_on_single_samples_is_refused(plan: str, tmp_path: Path):
     """A last window of 2 samples is trained on whole, and not in micro-batches of one; the refusal comes before step
     1. Replicas with one micro-batch join their statistics."""

@@ -35,11 +35,11 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "forwards", "backwards"),
     [
-        ("single accumulate=4", 9, 9),
-        ("data=2 accumulate=2", 5, 5),
-        ("shard=2 accumulate=2", 5, 5),
+        ("single microbatches=4", 9, 9),
+        ("data=2 microbatches=2", 5, 5),
+        ("shard=2 microbatches=2", 5, 5),
         pytest.param("data=3", 3, 3, marks=pytest.mark.slow),
-        pytest.param("tensor=2 accumulate=4", 9, 9, marks=pytest.mark.slow),
+        pytest.param("tensor=2 microbatches=4", 9, 9, marks=pytest.mark.slow),
     ],
 )
 def test_micro_batches_without_samples_change_nothing(
@@ -87,7 +87,7 @@ class Edited(nn.Module):
     [
         "pipeline=2 microbatches=4",
         "pipeline=2 microbatches=4 schedule=zero-bubble",
-        "place=auto parts=2 accumulate=4",
+        "place=2 microbatches=4",
     ],
 )
 def test_stages_leave_them_out(plan: str, tmp_path: Path):

@@ -28,9 +28,9 @@ REPLICAS = [
     "data=2",
     "data=3",
     "data=2 shares=3:1",
-    "data=2 accumulate=2 recompute=full",
+    "data=2 microbatches=2 recompute=full",
     "shard=2 zero=1",
-    "shard=2 zero=2 accumulate=2",
+    "shard=2 zero=2 microbatches=2",
     "shard=2",
     "data=2 shard=2",
 ]
@@ -187,7 +187,7 @@ def test_tables_inside_of_blocks():
     "plan",
     [
         "data=2",
-        "data=3 accumulate=2",
+        "data=3 microbatches=2",
         "shard=2",
         "data=2 shard=2",
         "pipeline=2",
@@ -202,7 +202,7 @@ def test_a_weight_that_another_layer_uses():
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
-    "plan", ["data=2 accumulate=6", "data=3 accumulate=4", "shard=3 zero=2 accumulate=4"]
+    "plan", ["data=2 microbatches=6", "data=3 microbatches=4", "shard=3 zero=2 microbatches=4"]
 )
 @pytest.mark.parametrize("model", [SometimesDense, RarelyUsed])
 @in_turn(lambda model, plan: table_job(model, "Adagrad"))
@@ -213,7 +213,13 @@ def test_ranks_whose_gradients_differ_in_kind():
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "plan",
-    ["data=2 accumulate=3", "data=3", "shard=3", "shard=2 zero=2 accumulate=3", "data=2 shard=2"],
+    [
+        "data=2 microbatches=3",
+        "data=3",
+        "shard=3",
+        "shard=2 zero=2 microbatches=3",
+        "data=2 shard=2",
+    ],
 )
 @in_turn(lambda plan: table_job(Tables, "SparseAdam", samples=25))
 def test_short_windows():
@@ -292,7 +298,7 @@ def loss_of_some(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["shard=2 accumulate=2", "data=3"])
+@pytest.mark.parametrize("plan", ["shard=2 microbatches=2", "data=3"])
 @in_turn(lambda plan: table_job(Tables, "SparseAdam", loss=loss_of_some))
 def test_a_loss_with_a_count():
     """Sparse gradients are divided by the window's count, too."""

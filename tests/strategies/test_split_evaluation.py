@@ -21,7 +21,7 @@ from paceline.proof.reference_loop import PlainRun
 
 PLANS = (
     "pipeline=2 microbatches=1",
-    "place=auto parts=2",
+    "place=2",
     "tensor=2",
     "pipeline=3 microbatches=1 schedule=zero-bubble",
     "pipeline=2 shard=2 microbatches=1",
@@ -188,5 +188,5 @@ def test_a_layer_whose_place_has_two_parts(model: Callable[[], nn.Module], tmp_p
     with pytest.raises(
         RankFailed, match="an evaluation runs 'last' otherwise than training does"
     ) as refused:
-        validation_loss(model, "place=auto parts=2", tmp_path / "refused")
+        validation_loss(model, "place=2", tmp_path / "refused")
     assert (refused.value.failure.kind, refused.value.failure.step) == ("PlanRefused", 0)

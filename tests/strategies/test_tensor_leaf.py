@@ -79,7 +79,7 @@ def test_an_update_is_seen_by_the_next_forward(parameter: Any) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        "tensor=2 accumulate=2",
+        "tensor=2 microbatches=2",
         "data=2 tensor=2",
         "tensor=2 recompute=full",
         "pipeline=2 tensor=2 schedule=zero-bubble",

@@ -30,14 +30,14 @@ def sparse_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
 @pytest.mark.parametrize(
     "plan",
     [
-        "single accumulate=12",
+        "single microbatches=12",
         "data=3",
-        "data=2 accumulate=6",
+        "data=2 microbatches=6",
         "shard=3",
-        "shard=2 zero=2 accumulate=3",
+        "shard=2 zero=2 microbatches=3",
         "pipeline=2 microbatches=6",
-        "place=auto parts=2 accumulate=6",
-        "server=1 workers=3",
+        "place=2 microbatches=6",
+        "servers=1 workers=3",
     ],
 )
 def test_a_micro_batch_that_counts_nothing(plan: str, tmp_path: Path):

@@ -149,7 +149,7 @@ def test_what_a_resumed_job_says_otherwise_is_applied_and_said(
 
 
 def test_servers_say_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plan = "server=1 workers=1"
+    plan = "servers=1 workers=1"
     train(make_job(), tmp_path, plan, steps=2)
     lines = train(make_job(optimizer=sgd(lr=0.01)), tmp_path, plan, resume=True, steps=4)
 

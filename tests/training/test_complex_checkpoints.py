@@ -67,9 +67,9 @@ def waves(**changes: Any) -> paceline.Job:
         ("shard=3", "data=2"),
         ("shard=2 zero=1", "pipeline=2 microbatches=1"),
         ("pipeline=2 microbatches=1", "tensor=2"),
-        ("tensor=2", "server=1 workers=2"),
-        ("place=auto parts=2", "single"),
-        ("server=1 workers=2", "data=2"),
+        ("tensor=2", "servers=1 workers=2"),
+        ("place=2", "single"),
+        ("servers=1 workers=2", "data=2"),
     ],
 )
 def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from paceline.base.streams import seed_model
 from paceline.training.feed import fetch
 
 SAMPLES, BATCH, LABELS = 22, 8, 3  # the last of three batches is short
-PLANS = ("data=3", "shard=2", "tensor=2", "pipeline=2", "accumulate=2")
+PLANS = ("data=3", "shard=2", "tensor=2", "pipeline=2", "microbatches=2")
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -199,7 +199,7 @@ def test_figures_come_when_they_come(plan: str, tmp_path: Path):
     assert rows == [others, come, others] * 2
 
 
-@pytest.mark.parametrize("plan", ["single", "data=2", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["single", "data=2", "servers=1 workers=2"])
 def test_evaluations_have_figures_of_some_batches(plan: str, tmp_path: Path):
     """Ranks have figures of other names, and in another order; each name is summed by itself."""
     first, last = Rows().x[13], Rows().x[5]
@@ -348,7 +348,7 @@ def test_fields_that_contradict_it_are_refused(changes: dict[str, Any], message:
     ("plan", "figures", "message"),
     [
         ("data=2 local=2", {"accuracy": 1.0}, "data=N and shard=N"),
-        ("server=1 workers=2", {"accuracy": 1.0}, "data=N and shard=N"),
+        ("servers=1 workers=2", {"accuracy": 1.0}, "data=N and shard=N"),
         ("single", {"lr": 1.0}, "give the figure another name"),
     ],
 )

@@ -172,11 +172,11 @@ def train(plan: str, run: Path, **options: Any) -> dict[str, torch.Tensor]:
         "data=3",
         "shard=2",
         "pipeline=2",
-        "server=1 workers=2",
+        "servers=1 workers=2",
         "single",
         "tensor=2",
         "data=2 compress=int8",
-        "place=auto parts=2",
+        "place=2",
         "data=2 local=2 outer=diloco",
     ],
 )
@@ -229,7 +229,7 @@ def test_an_evaluation_and_a_prediction_name_the_operator(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("server=1 workers=2 staleness=1 deterministic=yes", "which worker's update comes first"),
+        ("servers=1 workers=2 staleness=1 deterministic=yes", "which worker's update comes first"),
         ("data=2 shares=speed deterministic=yes", "another run may cut the batch"),
     ],
 )

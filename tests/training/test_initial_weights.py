@@ -104,8 +104,8 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         "data=3",
         "tensor=2",
         "pipeline=2",
-        "place=auto parts=2",
-        "server=2 workers=2",
+        "place=2",
+        "servers=2 workers=2",
         "data=2 local=1",
     ],
 )

@@ -108,13 +108,13 @@ WHOLES = {
 }
 PLANS = [
     "single",
-    "single accumulate=2",
+    "single microbatches=2",
     "data=2",
-    "data=3 accumulate=2",
+    "data=3 microbatches=2",
     "shard=2",
     "tensor=2",
     "pipeline=2 microbatches=2",
-    "server=1 workers=2",
+    "servers=1 workers=2",
 ]
 
 
@@ -189,8 +189,8 @@ def test_what_parts_do_not_add_up_to_is_refused(metric: Any, tmp_path: Path) -> 
     [
         *PLANS,
         "data=8",
-        "shard=2 accumulate=2",
-        "place=auto parts=2",
+        "shard=2 microbatches=2",
+        "place=2",
         "tensor=2 pipeline=2 microbatches=2",
         "data=2 local=2",
     ],
@@ -226,8 +226,8 @@ def of_all(output: Tensor, target: Tensor) -> int:
         "data=2",
         "shard=2",
         "pipeline=2 microbatches=2",
-        "server=1 workers=2",
-        "server=2 workers=2 colocate=yes",
+        "servers=1 workers=2",
+        "servers=2 workers=2 colocate=yes",
     ],
 )
 def test_a_later_refusal_leaves_a_checkpoint(plan: str, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_looking_at_metrics_leaves_no_trace(plan: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=3 accumulate=2"])
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=3 microbatches=2"])
 def test_outputs_may_be_mappings_and_samples_few(plan: str, tmp_path: Path) -> None:
     """Two samples on three ranks, with booleans among the outputs."""
 

@@ -93,8 +93,8 @@ def test_norms_of_gradients_are_those_of_one_device(
 
 def test_servers_refuse_parts(example: pl.Job, tmp_path: Path):
     """Their ranks have another loop. Nothing is started."""
-    with pytest.raises(PlanError, match=r"server=S and a job with parts= don't compose"):
-        pl.train(example, "server=1 workers=2", run=tmp_path / "run", table=False)
+    with pytest.raises(PlanError, match=r"servers=S and a job with parts= don't compose"):
+        pl.train(example, "servers=1 workers=2", run=tmp_path / "run", table=False)
     assert not (tmp_path / "run").exists()
 
 

@@ -106,9 +106,9 @@ SLOW_PLANS = [
     "data=2 local=3",
     "data=2 local=3 outer=diloco",
     "data=2 compress=powersgd",
-    "place=auto parts=2",
-    "data=2 accumulate=2",
-    "server=1 workers=2",
+    "place=2",
+    "data=2 microbatches=2",
+    "servers=1 workers=2",
 ]
 
 
@@ -120,7 +120,7 @@ def test_a_run_outlives_the_death_of_a_rank(
 ):
     """Weights and losses are those of the undisturbed run, bit by bit, and each step is recorded once."""
     train(tmp_path / "whole", plan)
-    samples = 8 * 7 // (1 if plan in ("single", "place=auto parts=2") else 2)
+    samples = 8 * 7 // (1 if plan in ("single", "place=2") else 2)
     train(tmp_path / "run", plan, mark=tmp_path / "killed", samples=samples)
     assert (tmp_path / "killed").exists()
     expected, actual = (load_file(tmp_path / run / "model.safetensors") for run in ("whole", "run"))
@@ -184,11 +184,11 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("plan", "server", "most"),
     [
-        ("server=2 workers=2 staleness=2", 0, 8),
-        pytest.param("server=2 workers=2", 1, 4, marks=pytest.mark.slow),
-        pytest.param("server=2 workers=3 staleness=inf", 1, 8, marks=pytest.mark.slow),
-        pytest.param("server=2 workers=2 colocate=yes", 1, 4, marks=pytest.mark.slow),
-        ("server=2 workers=2 staleness=2 colocate=yes", 0, 8),
+        ("servers=2 workers=2 staleness=2", 0, 8),
+        pytest.param("servers=2 workers=2", 1, 4, marks=pytest.mark.slow),
+        pytest.param("servers=2 workers=3 staleness=inf", 1, 8, marks=pytest.mark.slow),
+        pytest.param("servers=2 workers=2 colocate=yes", 1, 4, marks=pytest.mark.slow),
+        ("servers=2 workers=2 staleness=2 colocate=yes", 0, 8),
     ],
 )
 def test_servers_go_on_from_copies(
@@ -355,7 +355,7 @@ def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(
 
 
 @pytest.mark.parametrize(
-    ("plan", "poor_rank"), [("data=2", 1), ("server=1 workers=1 staleness=1", 0)]
+    ("plan", "poor_rank"), [("data=2", 1), ("servers=1 workers=1 staleness=1", 0)]
 )
 def test_without_memory_no_copy_is_begun(
     tmp_path: Path,
@@ -377,7 +377,7 @@ def test_without_memory_no_copy_is_begun(
 
 
 @pytest.mark.parametrize(
-    "plan", ["data=2", pytest.param("server=1 workers=1 staleness=1", marks=pytest.mark.slow)]
+    "plan", ["data=2", pytest.param("servers=1 workers=1 staleness=1", marks=pytest.mark.slow)]
 )
 def test_a_run_goes_on_if_memory_is_refused(
     tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

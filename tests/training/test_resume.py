@@ -148,11 +148,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
         ("data=3", 8),
         ("data=4", 5),
         ("data=2 shard=2", 6),
-        ("shard=2 zero=1 accumulate=2", 9),
+        ("shard=2 zero=1 microbatches=2", 9),
         ("pipeline=2", 5),
         ("pipeline=2 data=2 schedule=zero-bubble", 4),
         ("tensor=2", 6),
-        ("place=auto parts=2", 3),
+        ("place=2", 3),
     ],
 )
 def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path
         ("pipeline=2 data=2", "tensor=2"),
         ("pipeline=2 data=2", "single"),
         ("shard=2 tensor=2", "pipeline=2"),
-        ("single", "place=auto parts=2"),
+        ("single", "place=2"),
     ],
 )
 def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("data=2", "data=3"), ("data=3 accumulate=2", "shard=2"), ("single", "data=4")],
+    [("data=2", "data=3"), ("data=3 microbatches=2", "shard=2"), ("single", "data=4")],
 )
 def test_every_sample_is_used_once_over_the_two_halves(
     before: str, after: str, tmp_path: Path
@@ -240,7 +240,7 @@ def steps_of(record: Path, plan: str, *, first: int = 0, last: int = STEPS) -> l
     from paceline.job.order import Order, split
 
     parsed = paceline.Plan.parse(plan)
-    cuts = parsed.modifiers.accumulate
+    cuts = parsed.modifiers.microbatches
     lines = {
         rank: iter(
             [
@@ -266,7 +266,7 @@ def steps_of(record: Path, plan: str, *, first: int = 0, last: int = STEPS) -> l
     return steps
 
 
-@pytest.mark.parametrize("plan", ["single", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["single", "servers=1 workers=2"])
 def test_a_run_that_has_no_step_left_is_resumed(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +287,7 @@ def test_a_run_that_has_no_step_left_is_resumed(
     assert paceline.audit(tmp_path).passed
 
 
-@pytest.mark.parametrize("plan", ["single", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["single", "servers=1 workers=2"])
 def test_a_run_that_is_complete_keeps_its_figures_when_it_is_resumed(
     plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

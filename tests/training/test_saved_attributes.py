@@ -121,8 +121,8 @@ class Centred(nn.Module):
     ("before", "after"),
     [
         ("pipeline=2 microbatches=1", "tensor=2"),
-        ("place=auto parts=2", "single"),
-        ("tensor=2", "place=auto parts=2"),
+        ("place=2", "single"),
+        ("tensor=2", "place=2"),
     ],
 )
 def test_a_split_run_keeps_a_tensor_that_is_no_buffer(

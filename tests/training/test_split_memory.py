@@ -73,7 +73,7 @@ def test_the_whole_model_is_nowhere(
     plan: str, tmp_path: Path, run_ranks: Callable[..., Any]
 ) -> None:
     """256 MiB on four ranks: each holds 64, and in passing some more. What is stored is the whole."""
-    split_plan = paceline.Plan.parse(plan).with_microbatches(2)
+    split_plan = paceline.Plan.parse(plan).with_(microbatches=2)
 
     def body(context: Any) -> dict[str, float]:
         settings = Settings(tmp_path, (1,) * split_plan.replicas, resume=True)

@@ -33,7 +33,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("plan", "calls"), [("single accumulate=4", 4 + 2), ("data=3", 2), ("shard=3 zero=2", 2)]
+    ("plan", "calls"), [("single microbatches=4", 4 + 2), ("data=3", 2), ("shard=3 zero=2", 2)]
 )
 def test_stand_ins_change_no_state(plan: str, calls: int, tmp_path: Path) -> None:
     """A window of 8 samples and one of 2, cut into four micro-batches or over three ranks."""

@@ -156,15 +156,15 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan", "then"),
     [
-        (Routed, momentum, "data=2", "data=3 accumulate=2"),
+        (Routed, momentum, "data=2", "data=3 microbatches=2"),
         (Routed, adamw, "shard=2", "shard=2 zero=1"),
         (Routed, momentum, "shard=2 zero=2", "single"),
-        (Routed, momentum, "server=2 workers=2", "server=2 workers=2"),
-        (Routed, adamw, "data=2 recompute=full", "server=1 workers=2"),
+        (Routed, momentum, "servers=2 workers=2", "servers=2 workers=2"),
+        (Routed, adamw, "data=2 recompute=full", "servers=1 workers=2"),
         (Routed, adamw, "single", "data=2 shard=2"),
         (Adapters, adamw, "single", "shard=2"),
         (Adapters, adamw, "pipeline=2", "tensor=2"),
-        (Adapters, momentum, "tensor=2", "place=auto parts=2"),
+        (Adapters, momentum, "tensor=2", "place=2"),
         (Adapters, momentum, "data=2 tensor=2", "shard=2 zero=1"),
         (Adapters, adamw, "pipeline=2 schedule=zero-bubble", "shard=2 pipeline=2"),
         (Adapters, momentum, "shard=2", "pipeline=2"),
@@ -179,7 +179,7 @@ def test_parameters_without_a_gradient_stay(
     assert_same(trained(job, plan, then, tmp_path / "run"), trained_plainly(job))
 
 
-@pytest.mark.parametrize("plan", ["data=2", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", ["data=2", "servers=1 workers=2"])
 def test_it_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str], plan: str):
     """With the step and the names; there is no word of those that stand in a list beside used ones."""
     paceline.train(a_job(Adapters, steps=3), plan, run=tmp_path / "run")
@@ -306,7 +306,7 @@ class TakenAway(Adapters):
         )
 
 
-@pytest.mark.parametrize("plan", ["single", "tensor=2", "place=auto parts=2"])
+@pytest.mark.parametrize("plan", ["single", "tensor=2", "place=2"])
 def test_an_optimizer_step_in_backward(tmp_path: Path, plan: str):
     """Where a backward sees the whole batch, it trains as in a plain loop."""
     job = a_job(UpdatedInBackward)
@@ -316,7 +316,9 @@ def test_an_optimizer_step_in_backward(tmp_path: Path, plan: str):
     assert_same(load_file(tmp_path / "run" / "model.safetensors"), trained_plainly(job))
 
 
-@pytest.mark.parametrize("plan", ["data=2", "shard=2", "server=1 workers=2", "single accumulate=2"])
+@pytest.mark.parametrize(
+    "plan", ["data=2", "shard=2", "servers=1 workers=2", "single microbatches=2"]
+)
 def test_an_optimizer_step_in_backward_of_a_part_of_the_batch(tmp_path: Path, plan: str):
     """Its hook is named before anything is updated."""
     with pytest.raises(

@@ -688,11 +688,11 @@ def test_plans_with_servers_are_refused_and_not_chosen(
     from paceline.transformers import Trainer
 
     with pytest.raises(
-        UsageError, match=r"'server=1 workers=2' servers update(?s:.*)plan='data=2'"
+        UsageError, match=r"'servers=1 workers=2' servers update(?s:.*)plan='data=2'"
     ):
-        _trainer(Trainer, tmp_path / "named", _model(), plan="server=1 workers=2").train()
+        _trainer(Trainer, tmp_path / "named", _model(), plan="servers=1 workers=2").train()
     monkeypatch.setattr(
-        auto, "_choose", lambda *_, **__: PlanChoice(Plan.parse("server=2 workers=2 colocate=yes"))
+        auto, "_choose", lambda *_, **__: PlanChoice(Plan.parse("servers=2 workers=2 colocate=yes"))
     )
     fastest = _trainer(
         Trainer, tmp_path / "auto", _model(), arguments={"max_steps": 1}, devices="cpu:0-1"

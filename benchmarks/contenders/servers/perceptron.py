@@ -1,4 +1,4 @@
-"""The work as a job: `paceline train benchmarks/contenders/servers/perceptron.py --plan "server=1 workers=2"`."""
+"""The work as a job: `paceline train benchmarks/contenders/servers/perceptron.py --plan "servers=1 workers=2"`."""
 
 from __future__ import annotations
 

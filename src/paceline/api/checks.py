@@ -56,7 +56,7 @@ def first_update(
 
     refuse_few_pieces(job, resolved.plan)
     # The check also looks at the model with some other samples.
-    looks_ahead = resolved.plan.with_(deterministic="no", accumulate=1) != Plan()
+    looks_ahead = resolved.plan.with_(deterministic="no", microbatches=1) != Plan()
     if resolved.plan.relaxed is None and (looks_ahead or loader_workers > 1):
         readers = (
             f"The ranks of '{resolved.plan}'"

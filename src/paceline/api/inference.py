@@ -218,12 +218,12 @@ def _open(
     run_dir: Path, plan: str | Plan | None, *, devices: str | None, timeout_s: float
 ) -> tuple[Job, Resolved, Launcher]:
     source = JobFile.from_dict(folder.read_document(run_dir, folder.JOB))
-    forwards = Plan.read(
-        plan if plan is not None else folder.read_document(run_dir, folder.PLAN)["plan"]
-    ).of_forwards()
+    forwards = Plan.read(plan if plan is not None else run_dir / folder.PLAN).of_forwards()
     note_edits(run_dir)
     job, environment = source.load(), current()
-    resolved = resolve(job, forwards.with_microbatches(1), devices=devices, environment=environment)
+    resolved = resolve(
+        job, forwards.with_(microbatches=1), devices=devices, environment=environment
+    )
     return job, resolved, Launcher(environment, resolved.cluster.devices, timeout_s=timeout_s)
 
 

@@ -169,7 +169,7 @@ def replay(
         note_edits(run_dir)
         job = source.load()
     launch = _launch_of(run_dir, step)
-    again = Plan.read(plan if plan is not None else launch.plan)
+    again = Plan.read(plan) if plan is not None else Plan.parse(launch.plan)
     _refuse_unrepeatable(again)
     try:
         checkpoint = newest_checkpoint(
@@ -201,7 +201,7 @@ def replay(
         )
         computed = {row["step"]: row for row in read_history(again_dir) if "step_s" in row}
         pairs = [*_numbers(recorded, computed, range(after + 1, step + 1))]
-        if str(again) == launch.plan:
+        if again == Plan.parse(launch.plan):
             pairs += _fingerprints(run_dir, again_dir)
     return Replay(
         run_dir,

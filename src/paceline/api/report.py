@@ -117,7 +117,7 @@ def _priced(record: RunRecord) -> list[tuple[str, float, int]]:
         PacelineError: the run's own plan has no price here, or does not fit.
     """
     _, job = open_job(JobFile.from_dict(dict(record.job)))
-    cluster, own = with_links(Cluster.local()), Plan.read(record.plan["plan"])
+    cluster, own = with_links(Cluster.local()), Plan.parse(record.plan["plan"])
     problem = PlanningProblem.of(job, device=cluster.first_here)
     ranking = problem.search(cluster)
     if all(candidate.plan != own for candidate in ranking.ranked):

@@ -177,7 +177,7 @@ class Turn:
             raise PlanRefused(
                 f"plan '{plan}' runs each batch in {len(self.taken.pieces)} micro-batches, and run.gather is "
                 "called in a function of one",
-                hint="a plan without accumulate=K. What needs no gradient can be gathered before run.backward, and "
+                hint="a plan without microbatches=M. What needs no gradient can be gathered before run.backward, and "
                 "a step of a pl.Job has ctx.backward(..., gather=True), which cuts such losses, too",
             )
         if (
@@ -320,7 +320,7 @@ class Turn:
                 f"{number}",
                 hint="run.update() for each batch, in place of optimizer.step(): it clips, and steps "
                 "optimizer and schedule. A batch of the loader is a step. For several micro-batches a "
-                "step, give the loader the whole batch, and the plan accumulate=K. "
+                "step, give the loader the whole batch, and the plan microbatches=M. "
                 "A loss that goes through a model which it doesn't train: run.backward(loss, 'generator')",
             )
         self.taken.note("the next batch")

@@ -513,7 +513,7 @@ def _with_cpus(
         raise ClusterError(
             f"'{text}' mixes CPU and CUDA devices",
             hint="one kind of device a run; only servers compute on the CPU beside GPUs, under a plan "
-            "such as 'server=1 workers=2' with --devices cuda:0-1,cpu:0",
+            "such as 'servers=1 workers=2' with --devices cuda:0-1,cpu:0",
         )
     if len(cpus) != num_cpu_ranks:
         raise ClusterError(

@@ -12,7 +12,7 @@ from paceline.base.errors import JobError, nearest
 
 LIGHTNING = "`paceline docs coming-from` names the page that shows both side by side"
 _RATE = "the learning rate is the optimizer's: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
-_PIECES = 'batch is what an optimizer step takes, and a plan says in how many pieces: "data=2 accumulate=4"'
+_PIECES = 'batch is what an optimizer step takes, and a plan says in how many pieces: "data=2 microbatches=4"'
 _WHERE = 'a job knows no devices: pl.train(job, "data=2", devices="cuda:0-1")'
 # The job's fields, or advice, for names of fields in Transformers, Lightning, Keras, Accelerate and
 # training scripts.
@@ -55,6 +55,7 @@ _MEANT = {
             "accumulate_grad_batches",
             "accumulate",
             "accumulation_steps",
+            "microbatches",
         ),
         _PIECES,
     ),

@@ -24,7 +24,7 @@ _logged: dict[str, Any] = {}  # by the step of a module that runs
 
 def from_lightning(build: Callable[[], Any], **fields: Any) -> Job:
     """Return the job of a LightningModule: `training_step` is its `compute`, `validation_step` its
-    `validate`, and what they log are figures. `configure_optimizers` gives optimizer and schedule.
+    own, and what they log are figures. `configure_optimizers` gives optimizer and schedule.
 
     Args:
         build: Builds the module: its class, or a function without arguments. It is called once for

@@ -12,9 +12,9 @@ from paceline.cluster.limits import usable_cores
 from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
 from paceline.model.cost.profile import Profile
-from paceline.planner.accumulate import fewest_microbatches
 from paceline.planner.break_even import Gain
 from paceline.planner.devices import devices_of
+from paceline.planner.microbatches import fewest_microbatches
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.pipelines import play_pipeline
 from paceline.planner.program import start_s
@@ -100,7 +100,7 @@ def estimate(
         software: The program that trains, on a cluster that is described.
 
     Raises:
-        PlanError: the plan's ranks don't fit the devices, accumulate=auto finds nothing that fits, or a plan splits
+        PlanError: the plan's ranks don't fit the devices, microbatches=auto finds nothing that fits, or a plan splits
             the model and its pieces are not known.
     """
     profiles = [profile]
@@ -122,9 +122,9 @@ def estimate(
             kinds = stage_kinds(split, plan, cluster, batch=batch, rates=rates)
             profiles = [kind.cost.profile for kind in kinds]
         else:
-            if rates is not None and plan.modifiers.accumulate == "auto":
+            if rates is not None and plan.modifiers.microbatches == "auto":
                 count = fewest_microbatches(profile, plan, cluster, batch=batch)
-                plan = plan.with_(accumulate=count)
+                plan = plan.with_(microbatches=count)
             kinds = rank_kinds(profile, plan, cluster, batch=batch, rates=rates, software=software)
         played = play_ranks(
             kinds,

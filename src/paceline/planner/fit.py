@@ -9,9 +9,9 @@ from paceline.base.errors import PlanError
 from paceline.base.tables import aligned
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job
-from paceline.planner.accumulate import ANY_RATES
 from paceline.planner.corrections import MEASURED
 from paceline.planner.estimate import Estimate
+from paceline.planner.microbatches import ANY_RATES
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank_kinds import MemoryNeed
 from paceline.planner.remedies import remedies
@@ -122,7 +122,7 @@ def _from_small_to_large(
         for count in (2, 4, 8, 16, 32, 64, samples)
         if plan.num_microbatches < count <= samples
     ]
-    tried = [plan.with_microbatches(count) for count in sorted(set(counts))]
+    tried = [plan.with_(microbatches=count) for count in sorted(set(counts))]
     tried += [smaller.with_(recompute="full") for smaller in (plan, *tried)]
     tried += [
         other
@@ -148,7 +148,7 @@ def _other_splits(size: int, job: Job) -> list[Plan]:
     return [
         *sharded,
         Plan.of(pipeline=size, microbatches=min(2 * size, job.batch)),
-        Plan.of(place="auto", parts=size),
+        Plan.of(place=size),
     ]
 
 
@@ -229,7 +229,7 @@ def _plans_that_fit(
         [plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],
         [Plan.of(shard=size) for size in sizes if size <= batch],
         [Plan.of(pipeline=size, microbatches=min(2 * size, batch)) for size in sizes],
-        [Plan.of(place="auto", parts=size) for size in sizes],
+        [Plan.of(place=size) for size in sizes],
     ]
     for tried in kinds:
         for other in (other for other in tried if other != plan):

@@ -264,7 +264,7 @@ def _stages_on(
 @lru_cache(maxsize=256)
 def _without_order(plan: Plan) -> Plan:
     """A schedule changes the order of what ranks do, not what each of these takes."""
-    return replace(plan, schedule=Schedule(microbatches=plan.schedule.microbatches))
+    return replace(plan, schedule=Schedule())
 
 
 @lru_cache(maxsize=KEPT)

@@ -81,25 +81,28 @@ def resolve(
     conflicts.check(settled)
     if job is not None:
         check_job(settled, job)
-    shares, accumulate = settled.modifiers.shares, settled.modifiers.accumulate
+    shares, count = settled.modifiers.shares, settled.modifiers.microbatches
     if isinstance(shares, str) and shares != "equal":
         from paceline.planner.rank_kinds import split_shares
 
         shares = split_shares(settled, cluster)
-    if accumulate == "auto" and job is None:
+    if count == "auto" and settled.has_schedule:
+        # Under 1F1B, ranks are then idle at most a third of the time.
+        count = 2 * settled.num_stage_ranks
+    if count == "auto" and job is None:
         raise PlanError(
-            f"plan '{settled}': accumulate=auto is decided by what a job's model needs, and a script "
+            f"plan '{settled}': microbatches=auto is decided by what a job's model needs, and a script "
             "with its own loop shows it only while it runs",
-            hint="accumulate=2 or another number",
+            hint="microbatches=2 or another number",
         )
-    if accumulate == "auto" and job is not None:
+    if count == "auto" and job is not None:
         from paceline.cluster.gpu_use import apart_from_cuda
         from paceline.model.cost import profile_job
-        from paceline.planner.accumulate import fewest_microbatches
+        from paceline.planner.microbatches import fewest_microbatches
         from paceline.planner.multi_model import priced
 
         unsettled: Plan = settled
-        accumulate = apart_from_cuda(
+        count = apart_from_cuda(
             lambda: fewest_microbatches(
                 profile_job(priced(job), device=cluster.first_here),
                 unsettled,
@@ -107,12 +110,10 @@ def resolve(
                 batch=job.batch,
             )
         )
-        settled = settled.with_(accumulate=accumulate)
-    if settled.has_schedule and settled.schedule.microbatches == "auto":
-        # Under 1F1B, ranks are then idle at most a third of the time.
-        settled = settled.with_(microbatches=2 * settled.num_stage_ranks)
     return Resolved(
-        settled, cluster, shares if isinstance(shares, tuple) else (1,) * settled.replicas
+        settled.with_(microbatches=count),
+        cluster,
+        shares if isinstance(shares, tuple) else (1,) * settled.replicas,
     )
 
 

@@ -269,7 +269,7 @@ def _least_that_fits(prices: _PriceTable, plan: Plan, limits: Limits) -> Candida
     for recompute in limits.recomputes:
         recomputed = plan.with_(recompute=recompute)
         for count in counts:
-            if (candidate := prices(recomputed.with_microbatches(count))) is not None:
+            if (candidate := prices(recomputed.with_(microbatches=count))) is not None:
                 return candidate
     return None
 
@@ -278,7 +278,7 @@ def _refine(prices: _PriceTable, plan: Plan, limits: Limits) -> None:
     """Price every recomputation, every number of micro-batches and every schedule."""
     for recompute in limits.recomputes:
         for count in microbatch_counts(plan, limits):
-            other = plan.with_(recompute=recompute).with_microbatches(count)
+            other = plan.with_(recompute=recompute, microbatches=count)
             if (
                 prices(other) is None
                 and recompute == limits.recomputes[-1]

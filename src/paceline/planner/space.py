@@ -43,7 +43,7 @@ def _splits(limits: Limits, count: int, per_node: int) -> Iterator[Plan]:
                         zero=zero if shard > 1 else None,
                     )
     if 1 < count <= min(limits.parts, MOST_PARTS):
-        yield _plan(place="auto", parts=count)
+        yield _plan(place=count)
 
 
 def offered(limits: Limits, shape: DeviceCounts) -> list[Plan]:

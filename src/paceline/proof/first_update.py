@@ -237,7 +237,7 @@ class _Check:
                 f"the model keeps {rows} from one batch to the next, with a part for each sample. "
                 f"Under '{self.resolved.plan}' replicas and micro-batches have other samples, and would go on with "
                 "the mean of their states or with each other's",
-                hint="plans that don't cut the batch (tensor=N, place=auto parts=N) run the model as it is. In a step "
+                hint="plans that don't cut the batch (tensor=N, place=N) run the model as it is. In a step "
                 "of one's own a module without parameters keeps the state of all samples; see "
                 '"what samples share" of `paceline docs own-step`. --check no trains all the same',
             )

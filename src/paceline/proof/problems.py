@@ -44,9 +44,7 @@ from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 from paceline.training.feed import MicroBatch, map_tensors
 from paceline.training.metrics import has_rows, unlike_its_parts
 
-UNCUT = (
-    "plans that don't cut the batch, such as tensor=N and place=auto parts=N, are exact as it is"
-)
+UNCUT = "plans that don't cut the batch, such as tensor=N and place=N, are exact as it is"
 _NO_COUPLING = (
     "a scalar loss is the mean over its samples, anything else (sum, count), and no layer mixes samples; "
     f"what all samples of the step share is gathered (ctx.gather); {UNCUT}"

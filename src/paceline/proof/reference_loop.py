@@ -197,7 +197,7 @@ class PlainRun:
                     "one device computed the batch in parts here, as plans do. What a model keeps of the "
                     "batch before, such as a hidden state, has as many samples as that had. In a step of "
                     "one's own, ctx.gather and ctx.places keep it for each sample; plans that don't cut "
-                    "the batch (tensor=N, place=auto parts=N) run the model as it is"
+                    "the batch (tensor=N, place=N) run the model as it is"
                 )
             raise
         self.is_skipped, self.count = taken.is_skipped, taken.count

@@ -37,7 +37,7 @@ def read_test_data(study: Study, pool: WorkerPool, job: Job, *, memory: str | No
             file=sys.stderr,
         )
         return
-    plan = Plan.read(record["plan"]).of_forwards().with_microbatches(1)
+    plan = Plan.parse(record["plan"]).of_forwards().with_(microbatches=1)
     slots = room(pool, plan.world_size)
     assert slots is not None  # the winner was trained by as many ranks at least
     payload = {

@@ -75,7 +75,7 @@ class Coordinator(Server):
         self.begin(task.rendezvous)
         num_again = self.update_log.go_on(self.history)
         if context.num_starts > 1:
-            server_deaths = context.deaths[: self.sync.server]  # servers are the first ranks
+            server_deaths = context.deaths[: self.sync.servers]  # servers are the first ranks
             self.membership_log.note_restart(server_deaths, step=self.step, updates=num_again)
             updates = (
                 "1 update was lost and is"

@@ -48,7 +48,7 @@ class Peers:
     @property
     def lacks_followers(self) -> bool:
         """Whether some other server has yet to join."""
-        return len(self.followers) < self.sync.server - 1
+        return len(self.followers) < self.sync.servers - 1
 
     def is_current(self, worker: int, incarnation: int) -> bool:
         return worker in self.workers and self.workers[worker].incarnation == incarnation
@@ -58,10 +58,10 @@ class Peers:
         Raises:
             WireError: there is no such server, or it is here already.
         """
-        if not 0 < peer.number < self.sync.server or peer.number in self.followers_heard_s:
+        if not 0 < peer.number < self.sync.servers or peer.number in self.followers_heard_s:
             raise WireError(
                 f"a peer says that it is server {peer.number}, which is here already or none of "
-                f"server={self.sync.server}"
+                f"servers={self.sync.servers}"
             )
 
     def listen(self, connection: Connection, peer: Peer) -> None:

@@ -36,7 +36,7 @@ class Roles:
     def of(cls, plan: Plan, rank: int) -> Roles:
         first_worker = rank_of_worker(plan, 0)
         return cls(
-            rank if rank < servers_of(plan).server else None,
+            rank if rank < servers_of(plan).servers else None,
             rank - first_worker if rank >= first_worker else None,
         )
 
@@ -44,7 +44,7 @@ class Roles:
 def rank_of_worker(plan: Plan, worker: int) -> int:
     """By its number among workers."""
     sync = servers_of(plan)
-    return worker + (0 if sync.colocate == "yes" else sync.server)
+    return worker + (0 if sync.colocate == "yes" else sync.servers)
 
 
 @dataclass(frozen=True, slots=True)

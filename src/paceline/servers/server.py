@@ -56,7 +56,7 @@ class ServerRun(RankRun):
 
     @property
     def num_writers(self) -> int:
-        return self.server.sync.server
+        return self.server.sync.servers
 
     def warn(self, text: str) -> None:
         logger.warning(text)  # it holds for this server
@@ -122,7 +122,7 @@ class Server(ABC):
         self.run.parts = [self.saves]
         self.copier: Copier | None = None
         if context.copies is not None:
-            self.copier = Copier(context, context.copies, sync.server, (number, sync.server))
+            self.copier = Copier(context, context.copies, sync.servers, (number, sync.servers))
         self.gradients: dict[
             str, torch.Tensor
         ] = {}  # of a step of the job's own so far, for whoever looks on

@@ -76,7 +76,7 @@ def deal_out(
     ]
     return assign(
         dealt,
-        servers_of(plan).server,
+        servers_of(plan).servers,
         compress=plan.modifiers.compress,
         tables=served_parameters({name: p for name, p in parameters.items() if name in names}),
     )
@@ -166,7 +166,7 @@ class ServerState:
         self.optimizer: torch.optim.Optimizer = built.optimizer
         self.groups, self.optimizer_state = built.groups, built.state
         if len(shards) > 1:
-            refuse_coupled(self.optimizer, built.behaviour.reach, plan_key=f"server={len(shards)}")
+            refuse_coupled(self.optimizer, built.behaviour.reach, plan_key=f"servers={len(shards)}")
         self.schedule = build_schedule(job, self.optimizer)
         if waits_for_metric(self.schedule) and type(self.schedule).step is not (
             torch.optim.lr_scheduler.ReduceLROnPlateau.step

@@ -342,7 +342,7 @@ class Worker:
         self.context.beat("restore")
         self.served.begin_at(version)
         if version and self.settings.run_dir is not None:
-            copies, servers = self.context.copies, range(self.sync.server)
+            copies, servers = self.context.copies, range(self.sync.servers)
             # The servers' next copies are of updates that this worker has a part in.
             checkpoint = (
                 open_copies(version, [(copies, server) for server in servers])

@@ -41,7 +41,7 @@ _ORDER = (
     "local",
     "outer",
     "fragments",
-    "server",
+    "servers",
     "workers",
     "staleness",
     "colocate",
@@ -49,7 +49,6 @@ _ORDER = (
     "schedule",
     "microbatches",
     "virtual",
-    "accumulate",
     "recompute",
     "compile",
     "shares",
@@ -64,11 +63,16 @@ KEYS: dict[str, Key] = dict(
 )
 
 
+# What version 0.2 called keys; its runs and scripts have these names.
+EARLIER = {"server": "servers", "accumulate": "microbatches"}
+
+
 def key(name: str) -> Key | None:
-    """Return the key of a name, or None.
+    """Return the key of a name, which may be an earlier one, or None.
 
     Strategies of other packages are searched for keys that are not built in.
     """
+    name = EARLIER.get(name, name)
     return KEYS.get(name) or keys().get(name)
 
 

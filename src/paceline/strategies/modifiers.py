@@ -1,4 +1,4 @@
-"""The plan keys `accumulate`, `shares` and `deterministic`.
+"""The plan keys `microbatches`, `shares` and `deterministic`.
 
 Any plan can have them, and they belong to no strategy.
 """
@@ -49,8 +49,8 @@ def _problems(plan: PlanFields) -> list[str]:
     ]
 
 
-ACCUMULATE = count_or(
-    "auto", "accumulate", "modifiers", default=Modifiers().accumulate, allowed="K|auto"
+MICROBATCHES = count_or(
+    "auto", "microbatches", "modifiers", default=Modifiers().microbatches, allowed="M|auto"
 )
 SHARES = Key(
     "shares", "modifiers", Modifiers().shares, ALLOWED_SHARES, _read_shares, _problem_of_shares
@@ -59,4 +59,4 @@ DETERMINISTIC = choice(
     "deterministic", "modifiers", ("yes", "no"), default=Modifiers().deterministic
 )
 
-KEYS = PlanKeys(keys=(ACCUMULATE, SHARES, DETERMINISTIC), problems=_problems)
+KEYS = PlanKeys(keys=(MICROBATCHES, SHARES, DETERMINISTIC), problems=_problems)

@@ -3,7 +3,7 @@ and keep in a file.
 
 A plan consists of axes (how data and model are split), synchronisation (how ranks combine updates),
 a schedule (in what order ranks work) and modifiers. This module parses and prints the text form
-("data=2 shard=2 zero=2 accumulate=4"). The allowed values of the keys, and their contradictions,
+("data=2 shard=2 zero=2 microbatches=4"). The allowed values of the keys, and their contradictions,
 are in `strategies/*/keys.py`.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,9 +20,10 @@ from typing import Any, get_args
 
 from paceline.base.errors import PlanError, nearest
 from paceline.strategies import extensions
-from paceline.strategies.key_registry import BUILT_IN, KEYS, key, keys
+from paceline.strategies.key_registry import BUILT_IN, EARLIER, KEYS, key, keys
 from paceline.strategies.keys import PlanKeys, Record, as_text, of_axis
 from paceline.strategies.local.keys import Local, outer_steps
+from paceline.strategies.modifiers import MICROBATCHES
 from paceline.strategies.plan_fields import (
     AllReduce,
     Axes,
@@ -87,8 +89,8 @@ class Plan(PlanFields):
     def parse(cls, text: str) -> Plan:
         """Read the text form. Keys come in any order, separated by spaces or commas.
 
-        >>> str(Plan.parse("accumulate=4, shard=2 data=2"))
-        'data=2 shard=2 accumulate=4'
+        >>> str(Plan.parse("microbatches=4, shard=2 data=2"))
+        'data=2 shard=2 microbatches=4'
         """
         values: dict[str, Any] = {}
         words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
@@ -111,7 +113,7 @@ class Plan(PlanFields):
                 raise _unknown(words)
             if not equals or not value:
                 raise PlanError(f"plan key '{name}' needs a value", hint=f"{name}={spec.allowed}")
-            if name in values:
+            if (name := spec.name) in values:
                 raise PlanError(f"plan key '{name}' is given twice: {values[name]} and {value}")
             values[name] = spec.read(name, value)
         if "single" in words and (
@@ -125,11 +127,13 @@ class Plan(PlanFields):
 
     @classmethod
     def of(cls, **values: Any) -> Plan:
-        """Make a plan from its keys: `Plan.of(data=2, accumulate="auto")`."""
-        for name in values:
-            if key(name) is None:
+        """Make a plan from its keys: `Plan.of(data=2, microbatches="auto")`."""
+        given: dict[str, Any] = {}
+        for name, value in values.items():
+            if (spec := key(name)) is None:
                 raise _unknown([f"{name}={as_text(value)}" for name, value in values.items()])
-        completed: Mapping[str, Any] = values
+            given[spec.name] = value
+        completed: Mapping[str, Any] = given
         for plan_keys in BUILT_IN:
             completed = plan_keys.complete(completed)
         fields: dict[object, dict[str, Any]] = {
@@ -147,7 +151,7 @@ class Plan(PlanFields):
     def read(cls, source: str | Path | Plan) -> Plan:
         """Read a plan from its text, or from a JSON file such as a run's `plan.json`.
 
-        Returns a plan as it is.
+        Returns a plan as it is. Warns of earlier names of keys in a text.
         """
         if isinstance(source, Plan):
             return source
@@ -164,18 +168,30 @@ class Plan(PlanFields):
                 ) from error
         if not isinstance(source, str):
             raise PlanError(f"a plan is text or a Plan, got {source!r}", hint="such as 'data=2'")
-        return cls.parse(source)
+        plan = cls.parse(source)
+        if re.search(rf"\b({'|'.join(EARLIER)})=|\bplace=auto\b", source):
+            warnings.warn(
+                f"the plan '{source}' has earlier names of keys; write '{plan}'",
+                FutureWarning,
+                stacklevel=1,  # once a process, whoever reads it
+            )
+        return plan
 
     def values(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults with their values, in the order of a
         plan's text."""
         records = self._records()
+        defaults = {name: spec.default for name, spec in KEYS.items()}
+        if self.has_schedule:
+            defaults[MICROBATCHES.name] = "auto"
         values = {
-            name: getattr(records[spec.record], name, spec.default) for name, spec in KEYS.items()
+            name: getattr(records[spec.record], name, defaults[name]) for name, spec in KEYS.items()
         }
+        if self.schedule.place == "auto":
+            values["place"] = values.pop("parts")
         return {
             **dict(self.axes.others),
-            **{name: value for name, value in values.items() if value != KEYS[name].default},
+            **{name: value for name, value in values.items() if value != defaults[name]},
         }
 
     def with_(self, **values: Any) -> Plan:
@@ -191,10 +207,6 @@ class Plan(PlanFields):
         """Return the plan for runs without updates: workers of parameter servers become
         replicas."""
         return self.sync.of_forwards(self)
-
-    def with_microbatches(self, count: int) -> Plan:
-        """Return this plan with each replica's part of a step cut into `count` micro-batches."""
-        return self.with_(microbatches=count) if self.has_schedule else self.with_(accumulate=count)
 
     def __str__(self) -> str:
         values = self.values()

@@ -105,8 +105,6 @@ class Schedule:
     # "auto", or a file with the modules of each part; "" for a plan without parts.
     place: str = ""
     schedule: ScheduleName = "1f1b"  # of a pipeline
-    # Number of micro-batches of a replica's part of a step; "auto" is twice the number of ranks.
-    microbatches: int | Literal["auto"] = "auto"
     virtual: int = 1  # stages that a rank holds; above 1 only for "interleaved"
 
 
@@ -114,8 +112,9 @@ class Schedule:
 class Modifiers:
     """Settings that any plan can have."""
 
-    # Micro-batches per update. "auto": as few as fit into each device's memory.
-    accumulate: int | Literal["auto"] = 1
+    # Number of micro-batches of a replica's part of a step. "auto": as few as fit into each device's
+    # memory; twice the number of ranks of a pipeline, for which it is the default.
+    microbatches: int | Literal["auto"] = 1
     # "full" keeps only each block's input for backward and recomputes the rest. "selective"
     # recomputes the tensors between attention's products.
     recompute: RecomputeName = "none"
@@ -209,6 +208,6 @@ class PlanFields:
 
         "auto" must be resolved before.
         """
-        count = self.schedule.microbatches if self.has_schedule else self.modifiers.accumulate
+        count = self.modifiers.microbatches
         assert isinstance(count, int), "'auto' is resolved before ranks start"
         return count

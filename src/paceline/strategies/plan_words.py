@@ -8,7 +8,7 @@ _REPLICAS = "'data=N' is N replicas of the model"
 _SHARDED = "'shard=N' splits parameters, gradients and optimizer state over N replicas"
 _TENSOR = "'tensor=N' splits each layer over N devices"
 _PIPELINE = "'pipeline=N' puts consecutive stages of the model on N devices"
-_SERVERS = "'server=S workers=W' has S parameter servers and W workers"
+_SERVERS = "'servers=S workers=W' has S parameter servers and W workers"
 _RECOMPUTE = "'recompute=full' or 'recompute=selective' computes activations again in backward"
 _LOCAL = "'local=H data=N' lets N replicas take H steps between their meetings"
 
@@ -55,16 +55,14 @@ _MEANT = {
     **dict.fromkeys(("pp", "pipe", "pipelinemodel"), _PIPELINE),
     **dict.fromkeys(
         ("mp", "model"),
-        f"{_TENSOR}, {_PIPELINE}, and 'place=auto parts=N' puts modules on N devices",
+        f"{_TENSOR}, {_PIPELINE}, and 'place=N' puts modules on N devices",
     ),
     **dict.fromkeys(("ps", "parameterserver"), _SERVERS),
     **dict.fromkeys(
         ("megatron", "megatronlm", "3d"),
         f"{_TENSOR}, {_PIPELINE}, and {_REPLICAS}; the three multiply",
     ),
-    **dict.fromkeys(
-        ("devicemap", "naive", "naivemp"), "'place=auto parts=N' puts modules on N devices"
-    ),
+    **dict.fromkeys(("devicemap", "naive", "naivemp"), "'place=N' puts modules on N devices"),
     **dict.fromkeys(
         ("cp", "context", "ulysses", "ringattention"),
         "no plan key cuts attention's sequence yet; 'tensor=N' cuts the sequence between its split layers",
@@ -83,7 +81,7 @@ _MEANT = {
     ),
     **dict.fromkeys(
         ("ga", "gas", "gradientaccumulation", "gradientaccumulationsteps", "accum", "gradaccum"),
-        "'accumulate=K' cuts a step into K micro-batches; the job's batch stays the same",
+        "'microbatches=M' cuts a step into M micro-batches; the job's batch stays the same",
     ),
     **dict.fromkeys(
         ("gradientcheckpointing", "activationcheckpointing", "checkpointing", "ac", "remat"),
@@ -119,8 +117,8 @@ def in_our_words(sentence: str, value: str) -> str:
     """Return the plan that a sentence of `meant` begins with, with numbers for its capital letters:
     the given value for the first one; "" if it begins with none.
 
-    >>> in_our_words("'server=S workers=W' has S parameter servers and W workers", "1")
-    'server=1 workers=2'
+    >>> in_our_words("'servers=S workers=W' has S parameter servers and W workers", "1")
+    'servers=1 workers=2'
     """
     plan = "".join(re.findall(r"^'([^']+)'", sentence))
     return re.sub(r"\b[A-Z]\b", "2", re.sub(r"\b[A-Z]\b", value or "2", plan, count=1))

@@ -8,13 +8,13 @@ device has no sparse tensors.
 EXACT = (
     "single",
     "data=2",
-    "data=2 accumulate=2",
+    "data=2 microbatches=2",
     "shard=2",
     "shard=2 zero=1",
     "tensor=2",
     "pipeline=2 schedule=1f1b",
-    "place=auto parts=2",
-    "server=1 workers=2",
+    "place=2",
+    "servers=1 workers=2",
 )
 MORE_EXACT = (
     "data=2 recompute=full",
@@ -28,18 +28,18 @@ MORE_EXACT = (
     "pipeline=2 shard=2",
     "pipeline=2 data=2",
     "pipeline=3",
-    "place=auto parts=3",
-    "server=2 workers=2",
-    "server=1 workers=2 colocate=yes",
+    "place=3",
+    "servers=2 workers=2",
+    "servers=1 workers=2 colocate=yes",
     "data=3",
-    "single accumulate=3 recompute=full",
-    "data=2 accumulate=auto",
+    "single microbatches=3 recompute=full",
+    "data=2 microbatches=auto",
     "data=2 shares=2:1",
     "data=2 shares=memory",
     "data=2 shard=2 zero=1",
     "data=2 shard=2 zero=2",
     "shard=2 recompute=full",
-    "shard=2 zero=2 accumulate=2",
+    "shard=2 zero=2 microbatches=2",
     "data=2 tensor=2",
     "tensor=2 recompute=full",
     "pipeline=2 tensor=2",
@@ -50,10 +50,10 @@ MORE_EXACT = (
     "pipeline=4 schedule=zero-bubble",
     "pipeline=2 data=2 schedule=interleaved",
     "place=FILE parts=2",
-    "place=auto parts=2 recompute=full",
-    "place=auto parts=2 data=2",
-    "server=1 workers=2 staleness=0",
-    "server=2 workers=2 colocate=yes",
+    "place=2 recompute=full",
+    "place=2 data=2",
+    "servers=1 workers=2 staleness=0",
+    "servers=2 workers=2 colocate=yes",
 )
 # What FILE stands for: two parts of the job "blocks", by name.
 PLACEMENT = '[parts]\n0 = ["*", "blocks.3"]\n1 = ["blocks.1", "blocks.2", "last"]\n'
@@ -69,11 +69,11 @@ MORE_ALIKE = (
 )
 # In which it is chance which updates a worker's weights have, be they its own.
 CHANCE = (
-    "server=1 workers=2 staleness=1",
-    "server=1 workers=1 staleness=2",
-    "server=1 workers=1 staleness=inf",
-    "server=2 workers=2 staleness=inf",
-    "server=2 workers=2 staleness=1 colocate=yes",
+    "servers=1 workers=2 staleness=1",
+    "servers=1 workers=1 staleness=2",
+    "servers=1 workers=1 staleness=inf",
+    "servers=2 workers=2 staleness=inf",
+    "servers=2 workers=2 staleness=1 colocate=yes",
 )
 FEATURES = (
     ("clip and validation", "data=2"),
@@ -94,19 +94,18 @@ MORE_FEATURES = (
     tuple(
         (job, plan)
         for job in ("clip and validation", "attention", "recurrent")
-        for plan in ("single", "data=2", "shard=2", "tensor=2", "pipeline=2", "place=auto parts=2")
+        for plan in ("single", "data=2", "shard=2", "tensor=2", "pipeline=2", "place=2")
         if (job, plan) not in FEATURES
     )
     + tuple(
-        ("branches", plan)
-        for plan in ("data=2", "place=auto parts=2", "place=auto parts=3", "pipeline=2", "tensor=2")
+        ("branches", plan) for plan in ("data=2", "place=2", "place=3", "pipeline=2", "tensor=2")
     )
     + tuple(
         (job, plan)
         for job, plans in {
             "gan": (
                 "single",
-                "data=2 accumulate=2",
+                "data=2 microbatches=2",
                 "shard=2 zero=1",
                 "shard=2 zero=2",
                 "data=2 shard=2",
@@ -118,17 +117,17 @@ MORE_FEATURES = (
                 "shard=2",
                 "tensor=2",
                 "data=2 pipeline=2",
-                "data=2 accumulate=2",
+                "data=2 microbatches=2",
             ),
             "begun": (
                 "data=2",
                 "tensor=2",
                 "pipeline=2",
-                "place=auto parts=2",
-                "server=1 workers=2",
+                "place=2",
+                "servers=1 workers=2",
             ),
-            "phases": ("single", "shard=2", "tensor=2", "pipeline=2", "data=2 accumulate=2"),
-            "padded llama": ("single", "data=2", "shard=2", "tensor=2", "single accumulate=3"),
+            "phases": ("single", "shard=2", "tensor=2", "pipeline=2", "data=2 microbatches=2"),
+            "padded llama": ("single", "data=2", "shard=2", "tensor=2", "single microbatches=3"),
             "plateau": ("data=2", "shard=2", "pipeline=2"),
             "watched": ("single", "shard=2", "tensor=2", "pipeline=2"),
         }.items()

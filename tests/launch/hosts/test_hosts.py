@@ -154,7 +154,7 @@ def test_a_server_and_a_worker_that_a_launcher_starts_both_end_well(tmp_path: Pa
             "--check",
             "no",
             "--plan",
-            "server=1 workers=1",
+            "servers=1 workers=1",
             "--run",
             str(tmp_path / "run"),
             "--json",

@@ -135,7 +135,7 @@ def test_out_of_memory(error: Exception):
     """Memory that ran out has an exit code and a hint of its own."""
     rank_failure = report(error)
     assert (rank_failure.exit_code, rank_failure.heard) == (OutOfMemory.exit_code, False)
-    assert "accumulate=K or recompute=full" in str(rank_failure.hint)
+    assert "microbatches=M or recompute=full" in str(rank_failure.hint)
 
 
 @pytest.mark.parametrize(

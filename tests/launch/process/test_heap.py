@@ -170,7 +170,7 @@ def test_holes_are_given_back_to_the_system():
     assert before_bytes - after_bytes > 40 * MIB
 
 
-@pytest.mark.parametrize("plan", ["single", "server=1 workers=1"])
+@pytest.mark.parametrize("plan", ["single", "servers=1 workers=1"])
 def test_ranks_look_after_every_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: str):
     looks = tmp_path / "looks"
     looks.touch()

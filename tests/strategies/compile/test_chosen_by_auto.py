@@ -85,7 +85,7 @@ def test_a_long_run_is_planned_and_trained_with_compiled_blocks(
 
     def calibrated(job: Job, where: Cluster, plan: Plan, expected_s: float) -> Calibration:
         if (
-            plan.modifiers.compile == "none" or "server" in plan.values()
+            plan.modifiers.compile == "none" or "servers" in plan.values()
         ):  # a run of servers sums up no compilations
             return Calibration(0.03, 10, start_s=1.0)
         return Calibration(0.02, 10, start_s=20.0, gain=Gain(0.01, 0.009, 0.011, 15))

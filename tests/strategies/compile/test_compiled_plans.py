@@ -38,18 +38,18 @@ pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 PLANS = [
     "single",
-    "data=2 accumulate=2",
+    "data=2 microbatches=2",
     "shard=2 recompute=full",
-    "shard=2 zero=1 accumulate=2",
+    "shard=2 zero=1 microbatches=2",
     "pipeline=2 recompute=full",
-    "place=auto parts=2",
-    "server=1 workers=2",
+    "place=2",
+    "servers=1 workers=2",
     "data=2 recompute=full",
     "shard=2 zero=2",
     "data=2 shard=2",
     "pipeline=2 shard=2",
     "pipeline=2 data=2 schedule=interleaved",
-    "server=2 workers=2 colocate=yes recompute=full",
+    "servers=2 workers=2 colocate=yes recompute=full",
 ]
 
 
@@ -83,7 +83,7 @@ def test_every_kind_of_plan(plan: str, tmp_path: Path, without_compiler: None) -
     """The first update is held against one device, with what dropout draws replaced by its mean. Equal blocks are
     compiled once, and for training alone."""
     # Servers keep no buffers that change; where a rank cuts its samples, a block counts each piece.
-    counts_alike = not any(word in plan for word in ("server", "accumulate", "pipeline"))
+    counts_alike = not any(word in plan for word in ("servers", "microbatches", "pipeline"))
     summary = train(
         f"{plan} compile=blocks",
         tmp_path / "run",

@@ -163,13 +163,13 @@ def test_one_device_runs_the_documented_loop(name: str, tmp_path: Path) -> None:
         ("wolfe", "data=3 shares=3:1:2"),
         ("sam", "data=2"),
         ("extragradient", "data=2"),
-        ("clipped", "data=2 accumulate=2"),
+        ("clipped", "data=2 microbatches=2"),
         ("counted", "data=2"),
-        ("scheduled", "single accumulate=4"),
+        ("scheduled", "single microbatches=4"),
         ("noisy", "single recompute=full"),
         ("normed", "single recompute=full"),
         ("lbfgs", "pipeline=2"),
-        ("sam", "place=auto parts=2"),
+        ("sam", "place=2"),
         ("normed", "pipeline=2 microbatches=1"),
         ("lbfgs", "shard=2"),
         ("wolfe", "tensor=2"),
@@ -179,7 +179,7 @@ def test_one_device_runs_the_documented_loop(name: str, tmp_path: Path) -> None:
             pytest.param(name, plan, marks=pytest.mark.slow)
             for name in ("lbfgs", "wolfe", "sam", "clipped", "counted")
             for plan in (
-                "data=2 recompute=full accumulate=2",
+                "data=2 recompute=full microbatches=2",
                 "shard=3 zero=2",
                 "data=2 shard=2",
                 "shard=2 tensor=2",
@@ -223,9 +223,9 @@ def test_it_goes_on_under_other_plans(
 @pytest.mark.parametrize(
     "plan",
     [
-        "server=1 workers=2 staleness=1 colocate=yes",
+        "servers=1 workers=2 staleness=1 colocate=yes",
         "data=2 local=2",
-        pytest.param("server=1 workers=2", marks=pytest.mark.slow),
+        pytest.param("servers=1 workers=2", marks=pytest.mark.slow),
     ],
 )
 def test_plans_without_a_common_evaluation_are_refused(plan: str, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_weights_that_are_not_finite_end_the_run(plan: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "plan", "shares", "microbatches"),
-    [("normed", "data=2", (1,), 1), ("normed-sam", "data=2 accumulate=2", (1, 1), 2)],
+    [("normed", "data=2", (1,), 1), ("normed-sam", "data=2 microbatches=2", (1, 1), 2)],
 )
 def test_buffers_meet_after_every_evaluation(
     name: str, plan: str, shares: tuple[int, ...], microbatches: int, tmp_path: Path

@@ -124,7 +124,7 @@ class Weights(paceline.Callback):
         (Wrapping, [("shard=2", 7)]),
         (schedule_free, [("tensor=2", 7)]),
         (schedule_free, [("pipeline=2", 7)]),
-        (schedule_free, [("shard=2 zero=1", 3), ("data=2 accumulate=2", 7)]),
+        (schedule_free, [("shard=2 zero=1", 3), ("data=2 microbatches=2", 7)]),
     ],
 )
 def test_what_is_evaluated_and_saved_is_what_eval_puts_in_place(
@@ -149,7 +149,7 @@ def test_what_is_evaluated_and_saved_is_what_eval_puts_in_place(
     assert result.metrics["validation_loss"] == pytest.approx(loss, rel=1e-12)
 
 
-@pytest.mark.parametrize("plan", ["server=1 workers=1", "data=2 local=2"])
+@pytest.mark.parametrize("plan", ["servers=1 workers=1", "data=2 local=2"])
 def test_it_is_refused_where_ranks_hold_only_what_is_trained(plan: str, tmp_path: Path) -> None:
     with pytest.raises(
         paceline.PacelineError, match=r"has train\(\) and eval\(\), that is, other weights"

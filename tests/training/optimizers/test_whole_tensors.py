@@ -123,7 +123,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
         ("stacked", "data=2 shard=2"),
         ("norm", "data=2"),
         ("norm", "pipeline=2"),
-        ("norm", "place=auto parts=2"),
+        ("norm", "place=2"),
         ("idle-norm", "pipeline=2"),
         ("tied-norm", "pipeline=2"),
         *(
@@ -133,8 +133,8 @@ def on_one_device(name: str) -> dict[str, Tensor]:
                 "shard=2 tensor=2",
                 "pipeline=2 shard=2",
                 "tensor=2 pipeline=2",
-                "shard=2 accumulate=2",
-                "place=auto parts=2",
+                "shard=2 microbatches=2",
+                "place=2",
                 "data=2 tensor=2",
             )
         ),
@@ -171,10 +171,10 @@ def test_it_goes_on_under_other_plans(
 def test_coupled_parameters_are_refused_where_no_rank_has_all(tmp_path: Path) -> None:
     """Before the first step, with the optimizer, a parameter and plans that work."""
     with pytest.raises(RankFailed) as failed:
-        train(job_of("norm"), "server=2 workers=2", tmp_path / "run")
+        train(job_of("norm"), "servers=2 workers=2", tmp_path / "run")
 
     assert "GlobalNorm updates 'scale' by other parameters' gradients" in str(failed.value)
-    assert "server=2" in str(
+    assert "servers=2" in str(
         failed.value
     ) and "hint: use a data=N, shard=N or tensor=N plan" in str(failed.value)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -24,7 +24,7 @@ from paceline.training.own_step.recorded import recorded
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 SAMPLES, BATCH, STEPS = 23, 6, 8  # the fourth window has five samples
-PLANS = ["single accumulate=2", "data=2 accumulate=2", "data=3", "shard=2", "pipeline=2"]
+PLANS = ["single microbatches=2", "data=2 microbatches=2", "data=3", "shard=2", "pipeline=2"]
 
 
 def net() -> nn.Module:
@@ -198,7 +198,7 @@ class Hears(pl.Callback):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("plan", [*PLANS, "data=3 shares=3:2:1 accumulate=2", "tensor=2"])
+@pytest.mark.parametrize("plan", [*PLANS, "data=3 shares=3:2:1 microbatches=2", "tensor=2"])
 def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
     job, hears = made(logs, models={"net": net}, optimizers={"net": sgd}), Hears()
     train(replace(job, callbacks=[hears]), plan, tmp_path)
@@ -215,7 +215,7 @@ def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
     ("plan", "name", "words"),
     [
         ("data=2 local=2", "mine", "replicas take steps of their own"),
-        ("server=1 workers=2", "mine", "servers don't record"),
+        ("servers=1 workers=2", "mine", "servers don't record"),
         ("single", "loss", "every run has a figure of that name"),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_total_keeps_its_scale_in_a_step_of_ones_own(plan: str, tmp_path: Path
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [*PLANS, "server=1 workers=2"])
+@pytest.mark.parametrize("plan", [*PLANS, "servers=1 workers=2"])
 def test_a_total_keeps_its_scale_as_the_loss_of_a_job(plan: str, tmp_path: Path) -> None:
     """The losses of steps and of the evaluation are totals too."""
     data = made(sums).data
@@ -332,7 +332,7 @@ def one_by_hand(number: int, models: Any, optimizers: Any, x: Tensor, y: Tensor)
 
 
 @pytest.mark.sweep(1)
-@pytest.mark.parametrize("plan", [*PLANS, "tensor=2", "server=1 workers=2"])
+@pytest.mark.parametrize("plan", [*PLANS, "tensor=2", "servers=1 workers=2"])
 def test_a_hook_of_the_optimizer_clamps_weights_after_its_updates(
     plan: str, tmp_path: Path
 ) -> None:

@@ -243,7 +243,10 @@ def kept_of(run, step=BAD_STEP):
         "data=2",
         "shard=2",
         "pipeline=2 microbatches=2",
-        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("single", "single accumulate=3")),
+        *(
+            pytest.param(plan, marks=pytest.mark.slow)
+            for plan in ("single", "single microbatches=3")
+        ),
     ],
 )
 def test_a_spike_is_skipped_under_every_plan(tmp_path, plan, judged_by_few):
@@ -333,7 +336,7 @@ def test_a_stopped_run_names_the_module_and_keeps_the_samples(tmp_path, plan):
     ("options", "error", "says"),
     [
         ({"plan": "data=2 local=4"}, PlanRefused, "local=H"),
-        ({"plan": "server=1 workers=2"}, PlanRefused, "server"),
+        ({"plan": "servers=1 workers=2"}, PlanRefused, "server"),
         ({"on_spike": "rewind"}, UsageError, "--save-every"),
         ({"on_spike": "leap"}, UsageError, "stop, skip or rewind"),
     ],
@@ -398,7 +401,7 @@ def looks_around(ctx, batch):
     [
         ("data=2", own_step),
         ("shard=2", looks_around),
-        ("single accumulate=3", looks_around),
+        ("single microbatches=3", looks_around),
         ("data=3", looks_around),
         ("pipeline=2", own_step),
     ],

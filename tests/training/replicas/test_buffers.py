@@ -122,7 +122,7 @@ class Watching:
 @pytest.mark.parametrize(
     ("plan", "shares"),
     [
-        ("data=2 accumulate=2", (1, 1)),
+        ("data=2 microbatches=2", (1, 1)),
         ("shard=2", (1, 1)),
         pytest.param("data=3", (2, 1, 1), marks=pytest.mark.slow),
     ],

@@ -207,7 +207,7 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
     elif is_about_memory(error):
         exit_code = OutOfMemory.exit_code
         message = f"out of memory: {text.partition(': ')[2]}"
-        hint = "accumulate=K or recompute=full need less memory, and shard=N splits the state"
+        hint = "microbatches=M or recompute=full need less memory, and shard=N splits the state"
     elif isinstance(error, RuntimeError) and any(words in lowered for words in _PEER_WORDS):
         exit_code, heard = PeerLost.exit_code, True
     elif frames and (

@@ -52,8 +52,8 @@ def limited_to(device: Device) -> Iterator[None]:
         raise OutOfMemory(
             f"the rank needs more than its limit of {device.memory_bytes / 2**20:,.0f} MiB: "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
-            hint="a greater --memory, accumulate=K, recompute=full, or more ranks to split the state "
-            "over (shard=N, pipeline=N, place=auto parts=N)",
+            hint="a greater --memory, microbatches=M, recompute=full, or more ranks to split the state "
+            "over (shard=N, pipeline=N, place=N)",
         ) from error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, highest))

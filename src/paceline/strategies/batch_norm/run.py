@@ -116,7 +116,7 @@ def _other_course() -> TrainingError:
     return TrainingError(
         "replicas have come to different batch norms in one forward, and each waits there for the "
         "samples of all: which of them run, or how often, depends on the samples",
-        hint="accumulate=2 leaves each micro-batch its own statistics, as on one device that cuts the "
+        hint="microbatches=2 leaves each micro-batch its own statistics, as on one device that cuts the "
         "batch alike; GroupNorm and LayerNorm need none",
     )
 

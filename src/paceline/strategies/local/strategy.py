@@ -29,9 +29,9 @@ STRATEGY = Strategy(
     keys=KEYS,
     conflicts=(
         Conflict(
-            "local=H with shard=N, tensor=N, pipeline=N or parts=N",
+            "local=H with shard=N, tensor=N, pipeline=N or place=N",
             "a local step is taken by one rank alone; ranks that hold parts of a replica would have to meet in it",
-            "local=H with data=N, and accumulate=K or recompute=full where memory is short",
+            "local=H with data=N, and microbatches=M or recompute=full where memory is short",
             lambda plan: isinstance(plan.sync, Local) and plan.world_size > plan.axes.data,
         ),
         Conflict(

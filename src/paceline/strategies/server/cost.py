@@ -70,7 +70,7 @@ def enter(step: Step) -> Hooks:
             sync.workers,
             name=name,
             stream=stream if beside else COMPUTE,
-            servers=sync.server,
+            servers=sync.servers,
             is_colocated=sync.colocate == "yes",
         )
 
@@ -102,7 +102,7 @@ def enter(step: Step) -> Hooks:
         if step.device_kind == "cpu":  # otherwise the hosts have cores that workers don't use
             yield Compute(fixed_s=MESSAGE_S * _num_messages(step.profile, sync))
         yield Compute(
-            moved_bytes=SERVER_PASSES * sync.workers * all_bytes / sync.server, part="optimizer"
+            moved_bytes=SERVER_PASSES * sync.workers * all_bytes / sync.servers, part="optimizer"
         )
 
     return {"start": start, "after_backward": after_backward, "finish": finish}
@@ -112,14 +112,14 @@ def _num_messages(profile: Profile, sync: Servers) -> float:
     """Return the messages that a worker's process, with a server in it, sends and receives in a
     step."""
     chunks = mean_chunks(
-        [(p.gradient_bytes, p.count) for p in profile.parameters if p.trainable], sync.server
+        [(p.gradient_bytes, p.count) for p in profile.parameters if p.trainable], sync.servers
     )
     by_servers = (
-        2 * chunks * sync.workers * min(1.0, sync.server / sync.workers)
+        2 * chunks * sync.workers * min(1.0, sync.servers / sync.workers)
         if sync.colocate == "yes"
         else 0.0
     )
-    return 2 * chunks * sync.server + by_servers
+    return 2 * chunks * sync.servers + by_servers
 
 
 def sent_part(dtype: str, compress: str) -> float:
@@ -143,7 +143,7 @@ def server_ledger(profile: Profile, plan: Plan) -> dict[str, int]:
         "gradients": sum(p.gradient_bytes * p.count for p in profile.parameters),
         "optimizer": sum(p.state_bytes * p.count for p in profile.parameters),
     }
-    return {name: -(-whole // sync.server) for name, whole in parts.items()}
+    return {name: -(-whole // sync.servers) for name, whole in parts.items()}
 
 
 def ranks_apart(profile: Profile, plan: Plan) -> Mapping[str, Mapping[str, int]]:

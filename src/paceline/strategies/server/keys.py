@@ -1,4 +1,4 @@
-"""The plan keys `server`, `workers`, `staleness`, `colocate` and `damping`."""
+"""The plan keys `servers`, `workers`, `staleness`, `colocate` and `damping`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.strategies.plan_fields import (
     Synchronisation,
 )
 
-SERVER = count("server", "sync", "S", default=0, counts_ranks=True)
+SERVERS = count("servers", "sync", "S", default=0, counts_ranks=True)
 WORKERS = count("workers", "sync", "W", default=0, counts_ranks=True)
 STALENESS = count_or("inf", "staleness", "sync", default=0, allowed="0|K|inf", least=0)
 COLOCATE = choice("colocate", "sync", ("yes", "no"), default="no")
 DAMPING = choice("damping", "sync", ("none", "inverse"), default="none")
-OF_SERVERS = (SERVER, WORKERS, STALENESS, COLOCATE, DAMPING)
+OF_SERVERS = (SERVERS, WORKERS, STALENESS, COLOCATE, DAMPING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Servers(Synchronisation):
     Workers send them gradients and fetch weights.
     """
 
-    server: int = SERVER.default  # number of servers, each with a part of the parameters
+    servers: int = SERVERS.default  # number of servers, each with a part of the parameters
     workers: int = WORKERS.default  # number of ranks that compute gradients
     # The batch of every step is divided over the workers. With staleness 0, the parts of the
     # gradient are summed to one update, and each worker waits for it. Above 0, each part is an
@@ -57,12 +57,12 @@ class Servers(Synchronisation):
         return self.workers
 
     def num_savers(self, axes: Axes) -> int:
-        return self.server
+        return self.servers
 
     @property
     def num_cpu_ranks(self) -> int:
         """The number of servers with their own rank. These ranks come first."""
-        return 0 if self.colocate == "yes" else self.server
+        return 0 if self.colocate == "yes" else self.servers
 
     def of_forwards(self, plan: AnyPlan) -> AnyPlan:
         """Return the plan for runs without updates, in which workers become replicas."""
@@ -73,14 +73,14 @@ def _complete(values: Mapping[str, Any]) -> Mapping[str, Any]:
     stated = [f"{key.name}={values[key.name]}" for key in OF_SERVERS if key.name in values]
     if not stated:
         return values
-    if missing := [name for name in ("server", "workers") if name not in values]:
+    if missing := [name for name in ("servers", "workers") if name not in values]:
         raise PlanError(
             f"{' '.join(stated)} is about servers, and the plan lacks {' and '.join(missing)}",
-            hint="server=S workers=W, each at least 1",
+            hint="servers=S workers=W, each at least 1",
         )
     if "local" in values:
         raise PlanError(
-            f"local={values['local']} and server={values['server']} don't compose: replicas meet in outer "
+            f"local={values['local']} and servers={values['servers']} don't compose: replicas meet in outer "
             "steps or through servers",
             hint="staleness=K lets workers of servers meet less",
         )
@@ -97,14 +97,14 @@ def _problems(plan: PlanFields) -> list[str]:
     problems = []
     if sync.damping != "none" and sync.staleness == 0:
         problems.append(f"damping={sync.damping} is by staleness, and staleness=0 has none")
-    if sync.colocate == "yes" and sync.server > sync.workers:
+    if sync.colocate == "yes" and sync.servers > sync.workers:
         problems.append(
-            f"colocate=yes puts server={sync.server} servers into workers={sync.workers} processes, at "
+            f"colocate=yes puts servers={sync.servers} servers into workers={sync.workers} processes, at "
             "most one in each"
         )
     if split := [f"{axis}={size}" for axis, size in plan.axes.sizes().items() if size != 1]:
         problems.append(
-            f"server={sync.server} and {' '.join(split)}: workers hold the whole model, and servers bring "
+            f"servers={sync.servers} and {' '.join(split)}: workers hold the whole model, and servers bring "
             "their gradients together"
         )
     if plan.modifiers.shares != "equal" and sync.staleness != 0:

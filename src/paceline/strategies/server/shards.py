@@ -208,7 +208,7 @@ def assign(
             else "parameters"
         )
         raise PlanError(
-            f"server={num_servers} servers and {len(parameters)} parameters: the model has too few {kind} "
+            f"servers={num_servers} servers and {len(parameters)} parameters: the model has too few {kind} "
             "for each to hold some",
             hint=f"at most {sum(map(bool, loads))} servers",
         )

@@ -37,27 +37,27 @@ def _family(plan: Plan) -> str:
 
 def _code(plan: Plan) -> tuple[object, ...]:
     assert isinstance(plan.sync, Servers)
-    return plan.sync.server, plan.sync.colocate
+    return plan.sync.servers, plan.sync.colocate
 
 
 def _plans(limits: Limits, shape: DeviceCounts) -> Iterator[Plan]:
     """Yield plans with a server in each worker, with one server in a worker, and with one on its
     own rank, then relaxed ones."""
     workers = shape.num_devices
-    yield Plan.of(server=workers, workers=workers, colocate="yes")
-    yield Plan.of(server=1, workers=workers, colocate="yes")
+    yield Plan.of(servers=workers, workers=workers, colocate="yes")
+    yield Plan.of(servers=1, workers=workers, colocate="yes")
     if workers > 2:
-        yield Plan.of(server=1, workers=workers - 1)
-    yield Plan.of(server=workers, workers=workers, colocate="yes", compress="bf16")
+        yield Plan.of(servers=1, workers=workers - 1)
+    yield Plan.of(servers=workers, workers=workers, colocate="yes", compress="bf16")
     for staleness in STALENESS:
-        yield Plan.of(server=workers, workers=workers, colocate="yes", staleness=staleness)
+        yield Plan.of(servers=workers, workers=workers, colocate="yes", staleness=staleness)
 
 
 def _fault_policy(plan: Plan) -> FaultPolicy:
     """Under staleness, the others can do without a worker that is no server, and it may come
     back."""
     assert isinstance(plan.sync, Servers)
-    can_go = range(plan.sync.server, plan.world_size) if _is_stale(plan) else ()
+    can_go = range(plan.sync.servers, plan.world_size) if _is_stale(plan) else ()
     return FaultPolicy(uses_process_group=False, optional_ranks=frozenset(can_go))
 
 
@@ -69,12 +69,12 @@ def _held_elsewhere(model: nn.Module) -> Iterable[torch.Tensor]:
 
 
 STRATEGY = Strategy(
-    name="server=S",
+    name="servers=S",
     is_active=_is_served,
     keys=KEYS,
     conflicts=(
         Conflict(
-            "server=S with compress=int8, topk or powersgd",
+            "servers=S with compress=int8, topk or powersgd",
             "workers fetch weights, not sums of gradients, and these forms are too coarse for weights",
             "compress=bf16",
             lambda plan: _is_served(plan) and plan.modifiers.compress not in ("none", "bf16"),
@@ -86,7 +86,7 @@ STRATEGY = Strategy(
             lambda plan: plan.modifiers.deterministic == "yes" and _is_stale(plan),
         ),
         Conflict(
-            "server=S",
+            "servers=S",
             "whether a step's gradients overflow is known when all servers have them, and by then "
             "workers compute the next step with the old loss scale",
             'data=N or shard=N, or precision="bf16" in the job',
@@ -94,14 +94,14 @@ STRATEGY = Strategy(
             of_job='precision="fp16"',
         ),
         Conflict(
-            "server=S with staleness=K or inf",
+            "servers=S with staleness=K or inf",
             "a step reads the weights of its own updates, and with staleness they have those of other steps",
             "staleness=0, or a data=N or shard=N plan",
             _is_stale,
             of_job="a job with models=",
         ),
         Conflict(
-            "server=S",
+            "servers=S",
             "its ranks take steps in a loop of their own, which has no such parts",
             "data=N, shard=N, or callbacks= in place of parts=",
             _is_served,

@@ -1,5 +1,5 @@
-"""The plan keys of pipelines (`pipeline`, `schedule`, `microbatches`, `virtual`) and of placed parts
-(`place`, `parts`)."""
+"""The plan keys of pipelines (`pipeline`, `schedule`, `virtual`) and of placed parts (`place`,
+`parts`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from typing import Any, get_args
 
 from paceline.base.errors import PlanError
 from paceline.strategies.axes import PARTS, PIPELINE
-from paceline.strategies.keys import Key, PlanKeys, choice, count, count_or
+from paceline.strategies.keys import Key, PlanKeys, choice, count
 from paceline.strategies.plan_fields import PlanFields, Schedule, ScheduleName
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SCHEDULE = choice("schedule", "schedule", SCHEDULES, default=Schedule().schedule)
-MICROBATCHES = count_or(
-    "auto", "microbatches", "schedule", default=Schedule().microbatches, allowed="M|auto"
-)
 VIRTUAL = count("virtual", "schedule", "V")
 LEAST_VIRTUAL = 2  # smallest number of stages per rank in the interleaved schedule
 
@@ -28,13 +25,15 @@ def splits_backward(plan: PlanFields) -> bool:
 
 
 def _complete_pipeline(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in (SCHEDULE, MICROBATCHES, VIRTUAL):
-        if key.name in values and values.get("pipeline", 1) == 1:
-            raise PlanError(
-                f"{key.name}={values[key.name]} is about a pipeline, and the plan has none",
-                hint="add pipeline=N"
-                + ("; accumulate=K cuts the steps of other plans" if key is MICROBATCHES else ""),
-            )
+    if values.get("pipeline", 1) != 1:
+        values = {"microbatches": "auto", **values}
+    else:
+        for key in (SCHEDULE, VIRTUAL):
+            if key.name in values:
+                raise PlanError(
+                    f"{key.name}={values[key.name]} is about a pipeline, and the plan has none",
+                    hint="add pipeline=N",
+                )
     return (
         {"virtual": LEAST_VIRTUAL, **values} if values.get("schedule") == "interleaved" else values
     )
@@ -48,22 +47,17 @@ def _pipeline_problems(plan: PlanFields) -> list[str]:
             "schedule=interleaved means"
         )
     if plan.axes.pipeline == 1 and any(
-        getattr(order, key.name) != key.default for key in (SCHEDULE, MICROBATCHES, VIRTUAL)
+        getattr(order, key.name) != key.default for key in (SCHEDULE, VIRTUAL)
     ):
         problems.append(
-            "schedule, microbatches and virtual are about a pipeline, and the plan has none: add "
-            "pipeline=N"
-        )
-    if plan.axes.pipeline != 1 and plan.modifiers.accumulate != 1:
-        problems.append(
-            f"accumulate={plan.modifiers.accumulate} and a pipeline: its steps are cut by microbatches=M"
+            "schedule and virtual are about a pipeline, and the plan has none: add pipeline=N"
         )
     return problems
 
 
 PIPELINE_KEYS = PlanKeys(
     axes=(PIPELINE,),
-    keys=(SCHEDULE, MICROBATCHES, VIRTUAL),
+    keys=(SCHEDULE, VIRTUAL),
     complete=_complete_pipeline,
     problems=_pipeline_problems,
 )
@@ -71,7 +65,7 @@ PIPELINE_KEYS = PlanKeys(
 
 def _problem_of_place(value: Any) -> str:
     if not isinstance(value, str):
-        return f"place={value} must be auto or a file"
+        return f"place={value} must be a number of parts or a file"
     if re.search(r"[\s,]", value):
         return (
             f"place={value}: spaces and commas part a plan's keys, so the file's name can have none"
@@ -80,16 +74,28 @@ def _problem_of_place(value: Any) -> str:
 
 
 PLACE = Key(
-    "place", "schedule", Schedule().place, "auto|FILE", lambda name, text: text, _problem_of_place
+    "place",
+    "schedule",
+    Schedule().place,
+    "N|FILE",
+    lambda name, text: int(text) if re.fullmatch(r"\d+", text) else text,
+    _problem_of_place,
+    counts_ranks=True,
 )
 
 
 def _complete_place(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "place" in values and "parts" not in values:
+    """Split `place=N` into a number of parts and who places modules in them."""
+    if "place" not in values:
+        return values
+    place = values["place"]
+    if isinstance(place, int) == ("parts" in values):
+        states = "states" if isinstance(place, int) else "needs"
         raise PlanError(
-            f"place={values['place']} needs the number of parts", hint="add parts=N, one a device"
+            f"place={place} {states} the number of parts",
+            hint="place=N, or place=FILE parts=N, one a device",
         )
-    return values
+    return {**values, "place": "auto", "parts": place} if isinstance(place, int) else values
 
 
 def _place_problems(plan: PlanFields) -> list[str]:
@@ -97,10 +103,10 @@ def _place_problems(plan: PlanFields) -> list[str]:
     if (plan.schedule.place != "") != (plan.axes.parts != 1):
         problems.append(
             f"parts={plan.axes.parts} and place={plan.schedule.place or 'nothing'}: modules are placed "
-            "with place=auto|FILE and parts=N of at least 2"
+            "with place=N, or place=FILE and parts=N, of at least 2"
         )
     if plan.axes.parts != 1 and plan.axes.pipeline != 1:
-        problems.append("pipeline=N and parts=N: both say where the model's modules go")
+        problems.append("pipeline=N and place=N: both say where the model's modules go")
     return problems
 
 

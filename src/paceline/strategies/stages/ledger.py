@@ -68,5 +68,5 @@ def refuse_overfull(
     )
     raise PlanError(
         f"the placement doesn't fit:\n{table}",
-        hint="more parts, smaller micro-batches (accumulate=K), or recompute=full",
+        hint="more parts, smaller micro-batches (microbatches=M), or recompute=full",
     )

@@ -71,7 +71,7 @@ PIPELINE = Strategy(
 )
 
 PLACE = Strategy(
-    name="parts=N",
+    name="place=N",
     is_active=lambda plan: plan.axes.parts > 1,
     keys=PLACE_KEYS,
     is_priced_on_paper=False,

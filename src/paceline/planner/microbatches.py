@@ -1,4 +1,4 @@
-"""`accumulate=auto`: find the fewest micro-batches with which a plan fits its devices, or say why
+"""`microbatches=auto`: find the fewest micro-batches with which a plan fits its devices, or say why
 none fits.
 """
 
@@ -33,13 +33,13 @@ def fewest_microbatches(profile: Profile, plan: Plan, cluster: Cluster, *, batch
         """Return the memory of the rank that exceeds its device's memory the most, or has the least
         left.
         """
-        tried = tried.with_(accumulate=count)
+        tried = tried.with_(microbatches=count)
         played = play_ranks(kinds(tried), tried, cluster, snapshot=True)
         return max((rank.need for rank in played), key=lambda need: need.missing_bytes)
 
     def most_samples(tried: Plan) -> int:
         """Return the largest number of samples that a rank gets of a batch."""
-        return int(max(sum(kind.cost.samples) for kind in kinds(tried.with_(accumulate=1))))
+        return int(max(sum(kind.cost.samples) for kind in kinds(tried.with_(microbatches=1))))
 
     most = most_samples(plan)
     # A single micro-batch needs no second gradient beside the first. From two on, more
@@ -73,7 +73,7 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
             Plan.of(shard=plan.world_size, recompute="full"),
         ]
     for tried in smaller:
-        if tried.with_(accumulate=1) != plan.with_(accumulate=1):
+        if tried.with_(microbatches=1) != plan.with_(microbatches=1):
             yield tried
 
 
@@ -85,7 +85,7 @@ def _too_large(plan: Plan, need: MemoryNeed, other: Plan | None) -> PlanError:
         f"plan '{plan}' needs {_gib(need.total_bytes)} on a rank however small its micro-batches are, and "
         f"a {need.device.kind} device has {_gib(need.device.memory_bytes)}: {_gib(need.missing_bytes)} "
         f"({need.missing_bytes} bytes) too little ({parts}){taken}",
-        hint=f"on these devices '{other.with_(accumulate='auto')}' fits"
+        hint=f"on these devices '{other.with_(microbatches='auto')}' fits"
         if other is not None
         else "more devices to shard over, devices with more memory, or a smaller model",
     )
