@@ -90,10 +90,10 @@ def job(lr: float = 2e-3, steps: int = 800) -> pl.Job:
         models={"generator": lambda: mlp(NOISE, 2), "critic": lambda: mlp(2, 1)},
         optimizers={"generator": adam, "critic": adam},
         followers={"average": pl.ema("generator", 0.99)},
-        step=step,
+        training_step=step,
         data=clusters(25600, seed=0),
         validation=clusters(POINTS, seed=1),
-        validate=validate,
+        validation_step=validate,
         batch=256,
         steps=steps,
     )

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paceline.job.metrics import whole
     from paceline.job.own_step import Optimizer, StepContext, copy_every, ema, frozen
     from paceline.job.phases import by_epoch, by_step, monitored
-    from paceline.job.pretrained import weights
+    from paceline.job.pretrained import pretrained
     from paceline.job.script_order import like_torch
     from paceline.job.shards import Shards
     from paceline.searches.search import search
@@ -73,6 +73,7 @@ _HOMES = {
     "open": "paceline.api.result",
     "plan": "paceline.api.planning",
     "predict": "paceline.api.inference",
+    "pretrained": "paceline.job.pretrained",
     "rehearse": "paceline.api.rehearsal",
     "replay": "paceline.api.replay",
     "report": "paceline.api.report",
@@ -81,7 +82,6 @@ _HOMES = {
     "total": "paceline.job.losses",
     "train": "paceline.api.train",
     "verify": "paceline.api.verify",
-    "weights": "paceline.job.pretrained",
     "whole": "paceline.job.metrics",
 }
 
@@ -117,6 +117,7 @@ __all__ = [
     "open",
     "plan",
     "predict",
+    "pretrained",
     "rehearse",
     "replay",
     "report",
@@ -125,7 +126,6 @@ __all__ = [
     "total",
     "train",
     "verify",
-    "weights",
     "whole",
 ]
 
@@ -134,6 +134,11 @@ _PACKAGES = ("keras",)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "weights":
+        import warnings
+
+        warnings.warn("pl.weights is now pl.pretrained", FutureWarning, stacklevel=2)
+        name = "pretrained"
     if name not in _HOMES and name not in _PACKAGES:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
     import importlib

@@ -59,7 +59,7 @@ def several(**fields: Any) -> pl.Job:
             "batch": 4,
             "steps": 2,
             "optimizers": {"net": sgd, "critic": sgd},
-            "step": step,
+            "training_step": step,
             **fields,
         }
     )
@@ -137,8 +137,8 @@ def fails(*given: Any) -> Any:
         lambda: job(freeze="0.wieght", model=fails),
         lambda: job(lr_schedule=fails),
         lambda: job(init=fails),
-        lambda: several(step=fails),
-        lambda: job(init=pl.weights({"0.bias": X[0, :1].repeat(8)}, strict=False)),
+        lambda: several(training_step=fails),
+        lambda: job(init=pl.pretrained({"0.bias": X[0, :1].repeat(8)}, strict=False)),
     ],
 )
 def test_what_is_left_to_the_ranks(made: Any):

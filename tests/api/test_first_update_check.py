@@ -279,7 +279,7 @@ def test_a_check_that_passes_costs_three_steps_at_most(
     job = make_job(model)
     if has_own_step:
         optimizers = {"net": lambda named: torch.optim.AdamW(named, lr=1e-2)}
-        fields = {"models": {"net": model}, "optimizers": optimizers, "step": step}
+        fields = {"models": {"net": model}, "optimizers": optimizers, "training_step": step}
         job = paceline.Job(data=job.data, batch=job.batch, steps=3, **fields)
 
     assert checked(job, "data=2").verdict == "passed"
@@ -742,7 +742,7 @@ UNEQUAL: dict[str, dict[str, Any]] = {
     "a step of one's own": {
         "model": None,
         "models": {"net": tagger},
-        "step": token_step,
+        "training_step": token_step,
         "data": tokens(EVEN),
         "optimizer": None,
         "optimizers": {"net": lambda named: torch.optim.SGD(named, lr=0.1)},

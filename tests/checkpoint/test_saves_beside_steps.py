@@ -67,7 +67,7 @@ def own_job() -> pl.Job:
     names = ("first", "second")
     return pl.Job(
         models={name: lambda: nn.Linear(6, 2, dtype=torch.float64) for name in names},
-        step=step,
+        training_step=step,
         optimizers=dict.fromkeys(names, adamw),
         followers={"average": pl.ema("first", 0.9)},
         data=data(),

@@ -93,7 +93,7 @@ def computed_figures() -> paceline.Job:
         }
 
     data = TensorDataset(numbers(SAMPLES, FEATURES), integers(3, SAMPLES))
-    return computed(compute, data=data, validate=validate, validation=data)
+    return computed(compute, data=data, validation_step=validate, validation=data)
 
 
 class Autoencoder(nn.Module):

@@ -99,7 +99,7 @@ def gan_with_penalty() -> paceline.Job:
 
     return paceline.Job(
         models={"generator": small(4, FEATURES), "critic": small(outputs=1)},
-        step=step,
+        training_step=step,
         optimizers={"generator": adam, "critic": paceline.Optimizer(adam, clip=1.0)},
         followers={"average": paceline.ema("generator", 0.9)},
         **fields(),
@@ -137,7 +137,7 @@ def distillation() -> paceline.Job:
     return paceline.Job(
         models={"student": small()},
         optimizers={"student": adam},
-        step=step,
+        training_step=step,
         followers={"teacher": paceline.frozen(small(width=16))},
         **fields(),
     )
@@ -175,7 +175,7 @@ def self_distillation() -> paceline.Job:
     return paceline.Job(
         models={"online": small()},
         optimizers={"online": adam},
-        step=step,
+        training_step=step,
         followers={"target": paceline.ema("online", 0.9)},
         **fields(),
     )
@@ -248,7 +248,7 @@ def actor_critic() -> paceline.Job:
     return paceline.Job(
         models={"actor": small(), "critic": small(outputs=1)},
         optimizers={"actor": adam, "critic": adam},
-        step=step,
+        training_step=step,
         **fields(),
     )
 
@@ -316,7 +316,10 @@ def masked_tokens() -> paceline.Job:
         ctx.update("encoder")
 
     return paceline.Job(
-        models={"encoder": Encoder}, optimizers={"encoder": adam}, step=step, **fields(data=texts())
+        models={"encoder": Encoder},
+        optimizers={"encoder": adam},
+        training_step=step,
+        **fields(data=texts()),
     )
 
 
@@ -355,7 +358,7 @@ def three_models() -> paceline.Job:
 
     return paceline.Job(
         models={"encoder": small(outputs=4), "decoder": small(4, FEATURES), "head": small(4)},
-        step=step,
+        training_step=step,
         optimizers={
             "pair": paceline.Optimizer(adam, parameters=("encoder", "decoder")),
             "head": adam,
@@ -413,7 +416,7 @@ def memory_queue() -> paceline.Job:
     return paceline.Job(
         models={"query": small(), "queue": Queue},
         optimizers={"query": adam},
-        step=step,
+        training_step=step,
         followers={"key": paceline.ema("query", 0.9)},
         **fields(),
     )

@@ -424,7 +424,7 @@ def _double(value: Any) -> Any:
 def _loss(job: Job, model: nn.Module, given: Any, target: Any) -> Any:
     if job.compute is None:
         return job.criterion(call(model, given), target)
-    value = (job.compute if model.training else job.validate or job.compute)(model, given)
+    value = (job.compute if model.training else job.validation_step or job.compute)(model, given)
     if isinstance(value, dict):
         return value["loss"]
     has_figures = isinstance(value, tuple) and isinstance(value[1], dict)

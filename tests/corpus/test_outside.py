@@ -114,7 +114,7 @@ def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
     result = paceline.train(
         paceline.Job(
             models={"net": Scaled},
-            step=step,
+            training_step=step,
             optimizers={"net": job.optimizer},
             data=torch.ones(24, FEATURES),
             batch=12,
@@ -158,7 +158,7 @@ def test_workers_of_servers_see_what_a_schedule_sets(plan: str, has_own_step: bo
             if not has_own_step
             else paceline.Job(
                 models={"net": Net},
-                step=step,
+                training_step=step,
                 optimizers={"net": paceline.Optimizer(one.optimizer, lr_schedule=one.lr_schedule)},
                 data=torch.ones(24, FEATURES),
                 batch=12,

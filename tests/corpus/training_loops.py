@@ -63,7 +63,7 @@ def vae_with_warm_up() -> paceline.Job:
     return paceline.Job(
         models={"vae": Autoencoder},
         optimizers={"vae": paceline.Optimizer(adam, clip=1.0)},
-        step=step,
+        training_step=step,
         **fields(),
     )
 
@@ -109,7 +109,9 @@ def simclr() -> paceline.Job:
         ctx.backward("net", views(batch.input), lambda output, batch: nt_xent(output), gather=True)
         ctx.update("net")
 
-    return paceline.Job(models={"net": Views}, optimizers={"net": adam}, step=step, **fields())
+    return paceline.Job(
+        models={"net": Views}, optimizers={"net": adam}, training_step=step, **fields()
+    )
 
 
 def surrogate(output: Tensor, slope: Tensor, value: Tensor) -> Tensor:
@@ -203,7 +205,7 @@ def clip_with_temperature() -> paceline.Job:
             "temperature": Temperature,
         },
         optimizers={"image": adam, "text": adam, "temperature": adam},
-        step=step,
+        training_step=step,
         **fields(),
     )
 
@@ -260,7 +262,7 @@ def wgan_every_third_step() -> paceline.Job:
 
     return paceline.Job(
         models={"generator": small(4, FEATURES), "critic": small(outputs=1)},
-        step=step,
+        training_step=step,
         optimizers={"generator": adam, "critic": lambda named: Boxed(named, lr=1e-2, eps=1e-3)},
         **fields(),
     )
@@ -334,7 +336,7 @@ def q_learning() -> paceline.Job:
     return paceline.Job(
         models={"q": small(2), "world": World},
         optimizers={"q": adam},
-        step=step,
+        training_step=step,
         followers={"target": paceline.copy_every("q", 3)},
         **fields(),
     )
@@ -423,7 +425,7 @@ def features_by_hooks() -> paceline.Job:
     return paceline.Job(
         models={"student": Watched, "matching": Matching},
         optimizers={"both": paceline.Optimizer(adam, parameters=("student", "matching"))},
-        step=step,
+        training_step=step,
         followers={"teacher": paceline.frozen(lambda: Watched(16))},
         **fields(),
     )
@@ -466,7 +468,7 @@ def uncertain_tasks() -> paceline.Job:
 
     return paceline.Job(
         models={"net": small(), "weights": Uncertainty},
-        step=step,
+        training_step=step,
         optimizers={"all": paceline.Optimizer(adam, parameters=("net", "weights"))},
         **fields(),
     )
@@ -529,7 +531,7 @@ def physics_informed() -> paceline.Job:
         )
         ctx.update("u")
 
-    return paceline.Job(models={"u": Field}, optimizers={"u": adam}, step=step, **fields())
+    return paceline.Job(models={"u": Field}, optimizers={"u": adam}, training_step=step, **fields())
 
 
 # --- Proximal policy optimization -------------------------------------------------------------------------------------
@@ -610,7 +612,7 @@ def proximal_policy() -> paceline.Job:
     return paceline.Job(
         models={"policy": Policy},
         optimizers={"policy": paceline.Optimizer(adam, clip=0.5)},
-        step=step,
+        training_step=step,
         **fields(),
     )
 
@@ -698,7 +700,7 @@ def cycles() -> paceline.Job:
             "generators": paceline.Optimizer(adam, parameters=("there", "back")),
             "critics": paceline.Optimizer(adam, parameters=("of_a", "of_b")),
         },
-        step=step,
+        training_step=step,
         **fields(data=eight),
     )
 
@@ -755,7 +757,7 @@ def guided_diffusion() -> paceline.Job:
     return paceline.Job(
         models={"unet": Denoiser},
         optimizers={"unet": paceline.Optimizer(adam, clip=1.0)},
-        step=step,
+        training_step=step,
         followers={"shadow": paceline.ema("unet", 0.9)},
         **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), integers(3, SAMPLES))),
     )
@@ -793,7 +795,9 @@ def mixup() -> paceline.Job:
         )
         ctx.update("net")
 
-    return paceline.Job(models={"net": small()}, optimizers={"net": adam}, step=step, **fields())
+    return paceline.Job(
+        models={"net": small()}, optimizers={"net": adam}, training_step=step, **fields()
+    )
 
 
 # --- The mean of the last weights -------------------------------------------------------------------------------------
@@ -897,7 +901,7 @@ def truncated_backpropagation() -> paceline.Job:
     ]
     return paceline.Job(
         models={"rnn": Reads, "hidden": Hidden},
-        step=step,
+        training_step=step,
         sampler=SequentialSampler(chunks),
         optimizers={"rnn": paceline.Optimizer(adam, clip=0.25)},
         **fields(data=chunks),
@@ -956,7 +960,7 @@ def hard_triplets() -> paceline.Job:
     return paceline.Job(
         models={"net": lambda: Tower(FEATURES)},
         optimizers={"net": adam},
-        step=step,
+        training_step=step,
         sampler=Balanced(kinds),
         **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), kinds), batch=None),
     )
@@ -1041,7 +1045,7 @@ def scheduled_sampling() -> paceline.Job:
     return paceline.Job(
         models={"net": Translator},
         optimizers={"net": paceline.Optimizer(adam, clip=1.0)},
-        step=step,
+        training_step=step,
         collate=pad_pairs,
         **fields(data=[(each, each.flip(0)) for each in sentences]),
     )

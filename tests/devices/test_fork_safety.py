@@ -60,7 +60,7 @@ def own_step_job() -> paceline.Job:
     adam = lambda named: torch.optim.AdamW(named, lr=1e-2)  # noqa: E731
     return paceline.Job(
         models={"first": lambda: nn.Linear(6, 6), "second": lambda: nn.Linear(6, 3)},
-        step=step,
+        training_step=step,
         optimizers={"first": adam, "second": adam},
         data=job().data,
         batch=8,

@@ -218,7 +218,7 @@ def two_models_job(*, in_losses: bool = True) -> paceline.Job:
     adam = paceline.Optimizer(lambda named: torch.optim.AdamW(named, lr=1e-2))
     return paceline.Job(
         models={"first": build, "second": build},
-        step=step,
+        training_step=step,
         data=job().data,
         batch=32,
         steps=3,

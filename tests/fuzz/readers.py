@@ -253,7 +253,7 @@ def readers(run: Path) -> Mapping[str, Reader]:
         Reader(
             "weights",
             (save(tensors),),
-            _given(".safetensors", lambda path: pl.weights(str(path))),
+            _given(".safetensors", lambda path: pl.pretrained(str(path))),
             is_file=False,
         ),
         Reader(

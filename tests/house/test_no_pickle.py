@@ -111,7 +111,7 @@ def test_a_run_folder_of_pickles(trained: Path, tmp_path: Path, planted: bytes, 
         lambda path: pl.plan(job_without_data(), str(path), calibrate_s=0),
         lambda path: pl.predict(path.parent, str(path)),
         lambda path: Message.decode(path.read_bytes()),
-        lambda path: pl.weights(str(path)),
+        lambda path: pl.pretrained(str(path)),
     ],
     ids=["plan", "cluster", "predict", "message", "weights"],
 )

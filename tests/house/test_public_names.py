@@ -45,6 +45,7 @@ PUBLIC = [
     "plan",
     "predict",
     "rehearse",
+    "pretrained",
     "replay",
     "report",
     "scale",
@@ -52,7 +53,6 @@ PUBLIC = [
     "total",
     "train",
     "verify",
-    "weights",
     "whole",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from paceline.base.errors import JobError
 from paceline.job import Job
+from paceline.job.foreign_fields import present_name
 from paceline.training.optimizers.probe import no_optimizer
 
 
@@ -72,6 +74,7 @@ PARAMETER = nn.Parameter(torch.zeros(1))
         ({"batch_size": 4}, "'batch_size': it is called batch= here"),
         ({"lr": 0.1}, "learning rate is the optimizer's"),
         ({"gradient_accumulation_steps": 4}, "microbatches=4"),
+        ({"training_step": max}, "with model=, compute= takes (model, batch)"),
         ({"optimiser": None}, "did you mean 'optimizer'"),
         ({"precision": torch.float16}, "it is called 'fp16' here"),
         ({"precision": "bf16-mixed"}, "'bf16' here"),
@@ -127,3 +130,65 @@ def test_what_is_no_value_of_another_tool_is_taken():
             "loss": lambda output, target: of_keras("Loss")()(target, output),
         }
     )
+
+
+def build(*given: Any) -> Any:
+    raise AssertionError
+
+
+SEVERAL = {
+    **{name: value for name, value in FIELDS.items() if name not in ("model", "loss", "optimizer")},
+    "models": {"net": build},
+    "optimizers": {"net": build},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "earlier", "note"),
+    [
+        (FIELDS, {"weights": [1.0] * 10}, "Job: weights= is now sample_weights="),
+        (SEVERAL, {"step": max}, "Job: step= is now training_step="),
+        (
+            SEVERAL,
+            {"step": max, "validate": min, "validation": [(0, 0)]},
+            "Job: step= is now training_step=, validate= is now validation_step=",
+        ),
+    ],
+)
+def test_earlier_names_of_fields_are_taken_with_one_note(
+    fields: dict[str, Any], earlier: dict[str, Any], note: str
+):
+    """The note says the line of the job, and the job is the same as by the present names."""
+    present = {present_name(name): value for name, value in earlier.items()}
+    with pytest.warns(FutureWarning) as noted:
+        job = Job(**{**fields, **earlier})
+    assert [(str(each.message), each.filename) for each in noted] == [(note, __file__)]
+
+    expected = Job(**{**fields, **present})
+    assert (job.training_step, job.validation_step) == (
+        expected.training_step,
+        expected.validation_step,
+    )
+    assert list(job.sampler.weights if job.sampler else ()) == list(
+        expected.sampler.weights if expected.sampler else ()
+    )
+
+
+def test_a_field_is_not_given_by_both_names():
+    with pytest.raises(JobError, match="both names of a field: step= is now training_step="):
+        replace(Job(**SEVERAL, training_step=max), step=min)
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("step", "training_step"),
+        ("step.environment.place", "training_step.environment.place"),
+        ("validate.best", "validation_step.best"),
+        ("training_step.count", "training_step.count"),
+        ("loss.step", "loss.step"),
+        ("metrics.step", "metrics.step"),
+    ],
+)
+def test_names_in_checkpoints_of_earlier_versions(stored: str, name: str):
+    assert present_name(stored) == name

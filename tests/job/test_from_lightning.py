@@ -220,8 +220,8 @@ def test_a_schedule_of_a_figure_and_a_loss_in_a_mapping(tmp_path: Path):
 def test_fields_that_the_module_decides_are_refused():
     with pytest.raises(JobError, match="monitor=None"):
         job_of(plateau())
-    with pytest.raises(JobError, match="takes validate from the module"):
-        job_of(digits(nn.Module), validate=lambda model, batch: 0.0)
+    with pytest.raises(JobError, match="takes validation_step from the module"):
+        job_of(digits(nn.Module), validation_step=lambda model, batch: 0.0)
 
     class Fed(digits(nn.Module)):  # type: ignore[misc]
         def val_dataloader(self) -> Any: ...

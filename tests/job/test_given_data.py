@@ -641,8 +641,8 @@ def test_arrays_that_are_no_data(fields: dict[str, Any], message: str):
 )
 def test_weights_are_chances_to_be_drawn(weights: Any):
     """As WeightedRandomSampler draws: with replacement, as many as there are, never a sample of weight 0."""
-    made = replace(job(data=(X, Y), batch=5, weights=weights), seed=2)
-    assert isinstance(made.sampler, WeightedRandomSampler) and made.weights is None
+    made = replace(job(data=(X, Y), batch=5, sample_weights=weights), seed=2)
+    assert isinstance(made.sampler, WeightedRandomSampler) and made.sample_weights is None
     drawn = [target for step in read(made) for target in step]
     assert min(drawn) >= 10 and len(set(drawn)) < len(drawn)
     assert read(made) == read(made, ranks=3)
@@ -651,15 +651,15 @@ def test_weights_are_chances_to_be_drawn(weights: Any):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"weights": [1.0] * 3}, "weights has 3 numbers, and data has 20 samples"),
+        ({"sample_weights": [1.0] * 3}, "sample_weights has 3 numbers, and data has 20 samples"),
         (
-            {"weights": [1.0] * 20, "sampler": RandomSampler(SET)},
+            {"sample_weights": [1.0] * 20, "sampler": RandomSampler(SET)},
             "weights draws the samples, and so does the sampler",
         ),
-        ({"weights": [0.0] * 20}, "not all 0"),
-        ({"weights": [-1.0] + [1.0] * 19}, "at least 0"),
-        ({"weights": 3}, "a number for each sample"),
-        ({"weights": [1.0], "data": Numbers()}, "data that has a length"),
+        ({"sample_weights": [0.0] * 20}, "not all 0"),
+        ({"sample_weights": [-1.0] + [1.0] * 19}, "at least 0"),
+        ({"sample_weights": 3}, "a number for each sample"),
+        ({"sample_weights": [1.0], "data": Numbers()}, "data that has a length"),
     ],
 )
 def test_weights_that_make_no_sense(fields: dict[str, Any], message: str):

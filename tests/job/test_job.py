@@ -124,7 +124,7 @@ def test_a_field_that_makes_no_sense_is_refused(changes: dict[str, Any], message
     [
         {"callbacks": True},
         {
-            "validate": lambda ctx, batch: {
+            "validation_step": lambda ctx, batch: {
                 "loss": torch.zeros(()),
                 "validation_loss": torch.ones(()),
             }
@@ -134,7 +134,8 @@ def test_a_field_that_makes_no_sense_is_refused(changes: dict[str, Any], message
 def test_figures_that_are_named_as_the_runs_own_are_refused(
     changes: dict[str, Any], tmp_path: Path
 ):
-    """`run.log({"step": ...})` would move the line to another step, a figure of `validate` take the loss's place."""
+    """`run.log({"step": ...})` would move the line to another step, a figure of `validation_step` take the place of the
+    loss."""
 
     class Logs(pl.Callback):
         def on_step(self, run: Any, step: Any) -> None:
@@ -156,7 +157,8 @@ def test_figures_that_are_named_as_the_runs_own_are_refused(
     )
     job = pl.Job(data=rows, validation=rows, loss=F.mse_loss, batch=2, steps=1, **model)
     with pytest.raises(
-        PacelineError, match=r"'step' is the step|validate returned validation_loss: every run has"
+        PacelineError,
+        match=r"'step' is the step|validation_step returned validation_loss: every run has",
     ):
         pl.train(job, "single", run=tmp_path / "run")
 

@@ -176,7 +176,7 @@ def test_several_models_are_built_one_after_the_other():
         optimizer=None,
         models=builders,
         optimizers=dict.fromkeys(builders, torch.optim.SGD),
-        step=lambda ctx, batch: None,
+        training_step=lambda ctx, batch: None,
     )
     named = dict(build_model(job, torch.device("cpu")).named_parameters())
     for name, model in zip(builders, built, strict=True):

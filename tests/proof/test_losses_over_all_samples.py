@@ -36,7 +36,7 @@ def job(net: Any, **more: Any) -> paceline.Job:
         ctx.update("net")
 
     given = {
-        "step": step,
+        "training_step": step,
         "models": {"net": net},
         "optimizers": {"net": adam},
         **fields(data=TensorDataset(numbers(SAMPLES, FEATURES), integers(3, SAMPLES))),
@@ -129,10 +129,10 @@ def test_what_it_does_not_take() -> None:
         "optimizers": {"net": adam, "other": adam},
     }
     with pytest.raises(PacelineError, match="trains one model"):
-        recorded(job(small, step=of_two, **two), 4)
+        recorded(job(small, training_step=of_two, **two), 4)
     with pytest.raises(
         PacelineError, match=r"a loss over all samples \(gather=True\) runs 'other'"
     ):
-        recorded(job(small, step=runs_another, **two), 4)
+        recorded(job(small, training_step=runs_another, **two), 4)
     with pytest.raises(PacelineError, match="as one over all samples does"):
         paceline.train(job(small()), "tensor=2", steps=1)

@@ -148,7 +148,9 @@ def test_replicas_and_servers_take_a_step() -> None:
 )
 def test_each_parameter_has_one_optimizer(changes: dict[str, Any], words: str) -> None:
     models = {"generator": small(), "critic": small()}
-    job = paceline.Job(**{**fields(), "models": models, "step": lambda ctx, batch: None, **changes})
+    job = paceline.Job(
+        **{**fields(), "models": models, "training_step": lambda ctx, batch: None, **changes}
+    )
 
     with pytest.raises(JobError, match=words):
         job.optimizer(list(job.model().named_parameters()))
@@ -157,13 +159,16 @@ def test_each_parameter_has_one_optimizer(changes: dict[str, Any], words: str) -
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"step": lambda ctx, batch: None}, "need"),
+        ({"training_step": lambda ctx, batch: None}, "need"),
         ({"models": {"a": small()}}, "optimizers="),
         (
             {"models": {"a": small()}, "optimizers": {"b": adam}, "loss": F.mse_loss},
             "named after no model",
         ),
-        ({"models": {"a": small(), "b": small()}, "optimizers": {"a": adam, "b": adam}}, "step="),
+        (
+            {"models": {"a": small(), "b": small()}, "optimizers": {"a": adam, "b": adam}},
+            "training_step=",
+        ),
         (
             {"models": {"a": small()}, "optimizers": {"a": adam}, "loss": F.mse_loss, "clip": 1.0},
             "clip belongs",
@@ -181,10 +186,10 @@ def test_each_parameter_has_one_optimizer(changes: dict[str, Any], words: str) -
             {
                 "models": {"a": small()},
                 "optimizers": {"a": adam},
-                "step": lambda ctx, batch: None,
+                "training_step": lambda ctx, batch: None,
                 "validation": fields()["data"],
             },
-            "needs validate=",
+            "needs validation_step=",
         ),
         (
             {
@@ -306,7 +311,7 @@ def test_a_model_may_first_run_in_another_s_loss(tmp_path: Path, plan: str) -> N
     job = paceline.Job(
         models={"decoder": small(), "critic": small(3, 1)},
         optimizers={"decoder": adam, "critic": adam},
-        step=step,
+        training_step=step,
         **fields(),
     )
     for run in ("single", plan):
@@ -335,7 +340,7 @@ def _overflowing() -> paceline.Job:
     return paceline.Job(
         models={"a": small(), "b": small()},
         optimizers={"a": adam, "b": adam},
-        step=step,
+        training_step=step,
         **fields(precision="fp16"),
     )
 

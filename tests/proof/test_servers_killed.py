@@ -210,7 +210,7 @@ def _own_job(epochs: int, *, sample_s: float = 0.002) -> paceline.Job:
     return paceline.Job(
         models={"one": Linear, "two": Linear},
         optimizers={"one": sgd, "two": sgd},
-        step=step,
+        training_step=step,
         followers={"average": paceline.ema("one", 0.9)},
         data=Slow(sample_s),
         batch=10,

@@ -14,7 +14,7 @@ REMARKS = {
     WRONG: " (wrong)",
     None: " (not run)",
 }  # on plans under which a port is not equal
-FORM_NAMES = {"attach": "`pl.attach`", "compute": "`compute=`", "step": "`step=`"}
+FORM_NAMES = {"attach": "`pl.attach`", "compute": "`compute=`", "step": "`training_step=`"}
 
 _INTRODUCTION = """\
 # Ported scripts

@@ -113,8 +113,8 @@ SCHEDULED = {
             [0.1] * 4,
         ),
         (
-            {"weights": [1.0] * 20},
-            {"weights": [1.0] * 10 + [9.0] * 10},
+            {"sample_weights": [1.0] * 20},
+            {"sample_weights": [1.0] * 10 + [9.0] * 10},
             ["sampler is WeightedRandomSampler (draws "],
             [0.1] * 4,
         ),

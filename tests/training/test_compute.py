@@ -167,7 +167,7 @@ def test_validate_takes_the_place_of_compute_in_evaluations(tmp_path: Path):
         return {"loss": classify(model, batch)[0], "size": model(batch["x"]).square().mean()}
 
     job = job_of(classify, validation=data, epochs=1)
-    for name, each in {"compute": job, "validate": replace(job, validate=validate)}.items():
+    for name, each in {"compute": job, "validate": replace(job, validation_step=validate)}.items():
         result = pl.train(each, "data=3", run=tmp_path / name, table=False)
         model = result.model()
         with torch.no_grad():
@@ -215,7 +215,7 @@ def test_evaluations_have_figures_of_some_batches(plan: str, tmp_path: Path):
         return figures
 
     job = job_of(lambda model, batch: classify(model, batch)[0], epochs=1)
-    job = replace(job, validation=Rows(), validate=validate)
+    job = replace(job, validation=Rows(), validation_step=validate)
     result = pl.train(job, plan, run=tmp_path / "run", table=False)
 
     with torch.no_grad():
@@ -335,7 +335,7 @@ def test_the_first_update_is_checked(tmp_path: Path):
         ({"metrics": {"a": F.mse_loss}, "validation": Rows()}, "a batch of compute= has no target"),
         ({"model": None, "models": {"net": Classifier}}, "compute is for one model"),
         ({"compute": "classify"}, "compute must be a function"),
-        ({"validate": classify}, "give validation="),
+        ({"validation_step": classify}, "give validation="),
     ],
 )
 def test_fields_that_contradict_it_are_refused(changes: dict[str, Any], message: str):

@@ -141,8 +141,8 @@ def test_every_source_gives_the_same(tmp_path: Path, run_ranks: Callable[..., An
         "function": lambda: dict(state),
         "folder": tmp_path / "shards",
         "text": str(tmp_path / "shards"),
-        "renamed": pl.weights(inner, rename=strip),
-        "by table": pl.weights(
+        "renamed": pl.pretrained(inner, rename=strip),
+        "by table": pl.pretrained(
             {name.removeprefix("blocks."): value for name, value in state.items()},
             rename={name.removeprefix("blocks."): name for name in state},
         ),
@@ -190,14 +190,14 @@ def test_what_does_not_match_is_refused(
     state = pretrained()
     change(state)
     with pytest.raises(JobError, match=message):
-        matched(pl.weights(state), source_of(pl.weights(state)).shapes, Tied())
+        matched(pl.pretrained(state), source_of(pl.pretrained(state)).shapes, Tied())
 
 
 def test_a_part_is_loaded_where_that_is_asked_for(tmp_path: Path) -> None:
     """The rest keeps the seed's values; of the model as of the source."""
     encoder = {"0.linear.weight": torch.full((WIDTH, WIDTH), 0.5), "9.weight": torch.ones(1)}
     job = make_job(
-        pl.weights(encoder, prefix="blocks.", strict=False),
+        pl.pretrained(encoder, prefix="blocks.", strict=False),
         steps=1,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
     )
@@ -221,7 +221,7 @@ def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
         (tmp_path / "pickled.bin", "torch.load"),
     ):
         with pytest.raises(JobError) as caught:
-            source_of(pl.weights(path))
+            source_of(pl.pretrained(path))
         assert message in str(caught.value)
 
 

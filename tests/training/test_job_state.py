@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
 import paceline
+from paceline.checkpoint.values import from_text_tensor, text_tensor
+from paceline.training.job_options import settings_notes
+from paceline.training.job_state import _VALUES, JobState
 
 X = torch.randn(20, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = X[:, :3].sin()
@@ -136,7 +140,7 @@ def agent() -> dict[str, Any]:
     return {
         "models": {"net": net},
         "optimizers": {"net": sgd},
-        "step": step,
+        "training_step": step,
         "model": None,
         "optimizer": None,
         "loss": None,
@@ -228,3 +232,35 @@ def test_what_a_resumed_job_gives_otherwise_stays_so(
     assert "checkpoints don't keep what training changes of loss.values" in capfd.readouterr().err
     first, second = (load_file(tmp_path / run / "model.safetensors") for run in "ab")
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_state_of_an_earlier_version_finds_its_place():
+    """Its checkpoints call a step `step`; the state is that of `training_step` now."""
+    job = make_job(**agent())
+    before = JobState(job)
+    environment = cell(job)
+    environment.move()
+    stored = before.stored()
+    packed = from_text_tensor(stored[_VALUES])
+    earlier = {name.replace("training_step", "step", 1): each for name, each in packed.items()}
+    assert earlier.keys().isdisjoint(packed) and len(earlier) > 1
+    stored[_VALUES] = text_tensor(earlier)
+
+    again = make_job(**agent())
+    checkpoint: Any = SimpleNamespace(tensors=stored, read=stored.__getitem__)
+    assert list(JobState(again).restore(checkpoint)) == []
+    assert torch.equal(cell(again).place, environment.place)
+    assert torch.equal(cell(again).move(), environment.move())
+
+
+def cell(job: paceline.Job) -> Environment:
+    assert job.training_step is not None and job.training_step.__closure__ is not None
+    found: Environment = job.training_step.__closure__[0].cell_contents
+    return found
+
+
+def test_settings_of_an_earlier_version_are_compared_by_their_present_names():
+    notes = list(
+        settings_notes({"step": "gan", "clip": 1.0}, {"training_step": "wgan", "clip": 1.0})
+    )
+    assert notes == ["training_step is wgan, and was gan"]

@@ -92,7 +92,7 @@ def job(
         mse = torch.nn.MSELoss()
         return pl.Job(model=net, loss=mse, optimizer=lambda p: torch.optim.SGD(p, 0.1), **options)
     optimizers = {"net": pl.Optimizer(sgd, clip=clip)}
-    return pl.Job(models={"net": net}, optimizers=optimizers, step=step, **options)
+    return pl.Job(models={"net": net}, optimizers=optimizers, training_step=step, **options)
 
 
 def taken(job: pl.Job, tell: Callable[[Stepper], None]) -> Stepper:

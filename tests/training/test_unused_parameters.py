@@ -232,7 +232,7 @@ def test_a_step_of_ones_own(tmp_path: Path, plan: str):
     job = paceline.Job(
         models={name: seeded(build) for name, build in builds.items()},
         optimizers=dict.fromkeys(builds, adamw),
-        step=heads_in_turn,
+        training_step=heads_in_turn,
         data=Samples(),
         batch=BATCH,
         steps=STEPS,

@@ -146,7 +146,7 @@ def _answer(
             )
         )
     )
-    if loaded.step is not None:
+    if loaded.training_step is not None:
         notes.append(
             "each model is priced as run once forward and, where it is trained, backward; a step that runs "
             "one several times is slower"

@@ -240,7 +240,7 @@ class Given:
                 )
                 for name, each in self.optimizers.items()
             },
-            step=partial(
+            training_step=partial(
                 computed_in_loop,
                 state=state,
                 tried=partial(tried_in_loop, names=tuple(self.models)),

@@ -108,7 +108,7 @@ class ScriptProcess:
         if plan.splits_model and job.models:
             raise PlanError(
                 f"plan '{plan}' splits the model over ranks, and this script's loop runs several models",
-                hint="data=N, shard=N or a product of them; the step=function of a pl.Job may split several models",
+                hint="data=N, shard=N or a product of them; the training_step= of a pl.Job may split several models",
             )
         check_job(plan, job)
 

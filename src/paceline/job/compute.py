@@ -68,7 +68,7 @@ def computed_figures(output: Any) -> Mapping[str, Any]:
 
 
 def validated(ctx: Any, batch: Any) -> Mapping[str, Any]:
-    """Return the figures of a batch of the validation data by name, as a job's `validate` does."""
+    """Return the figures of a batch of the validation data by name, as a job's `validation_step` does."""
     output: Any = ctx.run("", batch)
     if isinstance(output, Mapping):
         return output
@@ -84,7 +84,7 @@ def settled(job: Any) -> dict[str, Any]:
     if job.compute is None:
         return {}
     build = job.model.build if isinstance(job.model, BatchLossBuilder) else job.model
-    fields: dict[str, Any] = {"model": BatchLossBuilder(build, job.compute, job.validate)}
+    fields: dict[str, Any] = {"model": BatchLossBuilder(build, job.compute, job.validation_step)}
     fields["collate"] = _whole(job.collate)
     if job.validation_collate is not None:
         fields["validation_collate"] = _whole(job.validation_collate)
@@ -110,16 +110,16 @@ def problems(job: Any) -> Iterator[str]:
         )
     if job.models:
         yield (
-            "compute is for one model, model=; several models by name take a step of your own, step=, in which "
+            "compute is for one model, model=; several models by name take a training_step=, in which "
             "ctx.backward(name, batch, loss) does as compute does"
         )
     if job.metrics:
         yield (
             "metrics are functions (output, target), and a batch of compute= has no target: return "
-            '(loss, {"accuracy": value}) from compute, or from validate=(model, batch)'
+            '(loss, {"accuracy": value}) from compute, or from validation_step=(model, batch)'
         )
-    if job.validate is not None and job.validation is None:
-        yield "validate= measures validation data, and there is none: give validation="
+    if job.validation_step is not None and job.validation is None:
+        yield "validation_step= measures validation data, and there is none: give validation="
 
 
 def alone(job: Any) -> Any:

@@ -4,6 +4,7 @@ its place.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -43,7 +44,7 @@ _MEANT = {
     ),
     **dict.fromkeys(("collate_fn", "data_collator"), "collate="),
     **dict.fromkeys(("criterion", "loss_fn", "compute_loss_func"), "loss="),
-    **dict.fromkeys(("training_step", "compute_loss", "train_step"), "compute="),
+    **dict.fromkeys(("compute_loss", "train_step"), "compute="),
     **dict.fromkeys(("compute_metrics", "metric"), "metrics={name: function}"),
     **dict.fromkeys(("fp16", "bf16", "mixed_precision", "amp"), 'precision="fp16" or "bf16"'),
     **dict.fromkeys(("pretrained", "checkpoint", "weights_path", "state_dict"), "init="),
@@ -54,8 +55,8 @@ _MEANT = {
             "gradient_accumulation_steps",
             "accumulate_grad_batches",
             "accumulate",
-            "accumulation_steps",
             "microbatches",
+            "accumulation_steps",
         ),
         _PIECES,
     ),
@@ -82,19 +83,27 @@ _PRECISIONS = {
     "64-true": "float64",
     "double": "float64",
 }
+# Names of fields in version 0.2, whose jobs and checkpoints go on working.
+EARLIER = {"step": "training_step", "validate": "validation_step", "weights": "sample_weights"}
 _OPTIMIZER = "optimizer must be a function of the (name, parameter) pairs"
 
 
 def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., None]:
     """Wrap the constructor of a job so that it explains what to write in place of a field that a
-    job doesn't have.
+    job doesn't have. It takes earlier names, and warns of them.
 
     Raises, when the job is made:
-        JobError: a field is unknown.
+        JobError: a field is unknown, or given by both of its names.
     """
 
     @wraps(init)
     def explaining(job: Any, *args: Any, **given: Any) -> None:
+        if earlier := [name for name in EARLIER if name in given]:
+            words = ", ".join(f"{name}= is now {EARLIER[name]}=" for name in earlier)
+            if any(given.get(EARLIER[name]) is not None for name in earlier):
+                raise JobError(f"a job is given both names of a field: {words}")
+            warnings.warn(f"Job: {words}", FutureWarning, stacklevel=2)
+            given |= {EARLIER[name]: given.pop(name) for name in earlier}
         if unknown := [name for name in given if name not in fields]:
             raise JobError(
                 "\n".join(
@@ -104,6 +113,12 @@ def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., Non
         init(job, *args, **given)
 
     return explaining
+
+
+def present_name(stored: str) -> str:
+    """Return the name of a field, or of a value in one, in a checkpoint of any version."""
+    field, dot, rest = stored.partition(".")
+    return EARLIER.get(field, field) + dot + rest
 
 
 def _advice(name: str, fields: list[str]) -> str:

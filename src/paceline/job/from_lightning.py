@@ -34,7 +34,9 @@ def from_lightning(build: Callable[[], Any], **fields: Any) -> Job:
     Raises:
         JobError: the module has hooks that would not be called, or optimizers that a job can't have.
     """
-    if own := sorted({"model", "compute", "validate", "optimizer", "lr_schedule"} & fields.keys()):
+    if own := sorted(
+        {"model", "compute", "validation_step", "optimizer", "lr_schedule"} & fields.keys()
+    ):
         raise JobError(
             f"from_lightning takes {', '.join(own)} from the module, and is given it as a field, too",
             hint=f"leave it out, or change the job: dataclasses.replace(job, {own[0]}=...)",
@@ -64,7 +66,7 @@ def from_lightning(build: Callable[[], Any], **fields: Any) -> Job:
     return replace(
         job,
         model=built,
-        validate=_Step("validation_step") if is_validated else None,
+        validation_step=_Step("validation_step") if is_validated else None,
         **_optimized(module, job),
     )
 
@@ -179,7 +181,7 @@ def _problems(module: Any) -> Iterator[str]:
     """Yield a message for everything that Lightning would do with a module and nobody does here."""
     name = type(module).__name__
     if not getattr(module, "automatic_optimization", True):
-        yield f"{name} makes its own updates (automatic_optimization): a job has step= for them"
+        yield f"{name} makes its own updates (automatic_optimization): a job has training_step= for them"
     hooks = _names(filter(_is_of_library, type(module).__mro__)) - _KNOWN
     yield from (
         f"{name}.{hook} is not called"

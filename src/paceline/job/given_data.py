@@ -42,12 +42,12 @@ def settled(job: Any) -> Changes:
     batch = changes.get("batch", job.batch)
     if (
         reading_order is not None
-        and job.weights is None
+        and job.sample_weights is None
         and changes.get("sampler", job.sampler) is None
         and batch
     ):
         changes["sampler"] = reading_order(batch)  # a data set that knows in which order it is read
-    if job.weights is not None:
+    if job.sample_weights is not None:
         changes.update(_weighted(job, changes))
     if isinstance(job.seed, TorchSeed):
         data, sampler = (changes.get(name, getattr(job, name)) for name in ("data", "sampler"))
@@ -146,33 +146,33 @@ def _format(dataset: Any) -> str | None:
 
 
 def _weighted(job: Any, changes: Changes) -> Changes:
-    """Return the sampler for a job's `weights`: it draws as many samples as there are, with
+    """Return the sampler for a job's `sample_weights`: it draws as many samples as there are, with
     replacement.
     """
     from torch.utils.data import WeightedRandomSampler
 
     if changes.get("sampler", job.sampler) is not None:
         raise JobError(
-            "weights draws the samples, and so does the sampler: give one of them",
-            hint="weights= is WeightedRandomSampler(weights, len(data)) as the sampler",
+            "sample_weights draws the samples, and so does the sampler: give one of them",
+            hint="sample_weights= is WeightedRandomSampler(weights, len(data)) as the sampler",
         )
     try:
         weights, size = (
-            [float(weight) for weight in job.weights],
+            [float(weight) for weight in job.sample_weights],
             len(changes.get("data", job.data)),
         )
     except (TypeError, ValueError) as error:
         raise JobError(
-            f"weights must be a number for each sample of data that has a length: {error}"
+            f"sample_weights must be a number for each sample of data that has a length: {error}"
         ) from error
     if len(weights) != size:
         raise JobError(
-            f"weights has {len(weights)} numbers, and data has {size} samples",
+            f"sample_weights has {len(weights)} numbers, and data has {size} samples",
             hint="a number for each sample; class balance is 1 / (samples of its class)",
         )
     if not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
-        raise JobError("weights must be at least 0, finite, and not all 0")
-    return {"sampler": WeightedRandomSampler(weights, size), "weights": None}
+        raise JobError("sample_weights must be at least 0, finite, and not all 0")
+    return {"sampler": WeightedRandomSampler(weights, size), "sample_weights": None}
 
 
 def _grouped(job: Any, groups: DrawnGroups, changes: Changes) -> Changes:

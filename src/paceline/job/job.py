@@ -49,19 +49,20 @@ class Job:
             docs/own-step.md.
         optimizers: Names with functions that build an optimizer, or with `paceline.Optimizer`; each
             updates the model of its name, or the parameters that it names.
-        step: (ctx, batch) -> None, called once an optimizer step; see `paceline.StepContext`. By
-            default the loss of the one model, and an update of every optimizer.
+        training_step: (ctx, batch) -> None, called once an optimizer step; see
+            `paceline.StepContext`. By default the loss of the one model, and an update of every
+            optimizer.
         followers: Names with `paceline.ema`, `copy_every` or `frozen`: models whose weights follow
             from others'.
-        validate: (ctx, batch), or with `compute` (model, batch) -> the figures of a batch of the
-            validation data: a loss as `loss` returns it, or a mapping of names to such values, one
-            of which is "loss". By default what `compute` returns.
+        validation_step: (ctx, batch), or with `compute` (model, batch) -> the figures of a batch of
+            the validation data: a loss as `loss` returns it, or a mapping of names to such values,
+            one of which is "loss". By default what `compute` returns.
         sampler: Draws the indices of an epoch, as torch's samplers do; its length is that of an
             epoch. It must draw the same for an epoch each time: from torch's global generator or
             from its attribute `generator`, which are seeded by the epoch, or by `set_epoch`. By
             default each epoch is another shuffle of all samples.
-        weights: A number for each sample, in proportion to which it is drawn, with replacement, as
-            `WeightedRandomSampler` does.
+        sample_weights: A number for each sample, in proportion to which it is drawn, with
+            replacement, as `WeightedRandomSampler` does.
         collate: Makes a batch of a list of samples: (input, target), or an input alone. It is
             called for each micro-batch, so padding may depend on the samples in it; samples lie
             along dim 0. By default they are stacked. Phases of it change the length of sequences;
@@ -88,12 +89,11 @@ class Job:
             count); or with `paceline.whole(f)`, which is given all samples at once.
         init: Pretrained weights in place of the seed's: a state dict, a function that returns one,
             or the path of a safetensors file, of a folder of Transformers, or of a run; or
-            `pl.weights(...)` of one of these where names differ. Each rank reads the parts that it
-            holds. See docs/recipes.md.
+            `pl.pretrained(...)` of one of these where names differ. Each rank reads the parts that
+            it holds. See docs/recipes.md.
         seed: Of initial weights, data order and random layers; at least 0. `pl.like_torch(seed)`
             begins with the weights and the order of a script that seeds torch.
         drop_last: Leave out the short last batch of an epoch.
-        loading: How loader workers read; taken from a `DataLoader` that was given as data.
         callbacks: Objects that watch the run and control it, in the process that started it; see
             docs/callbacks.md.
         parts: Functions that make a part of the run, on each rank: subclasses of `pl.RunPart`, or
@@ -109,13 +109,13 @@ class Job:
     batch: int = None  # type: ignore[assignment]  # left out where the data says it
     models: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     optimizers: Mapping[str, Any] = field(default_factory=dict)
-    step: Callable[[Any, Any], None] | None = None
+    training_step: Callable[[Any, Any], None] | None = None
     followers: Mapping[str, FollowerModel] = field(default_factory=dict)
-    validate: Callable[[Any, Any], Any] | None = None
+    validation_step: Callable[[Any, Any], Any] | None = None
     loss: Callable[[Any, Any], Any] | None = None
     compute: computations.Compute | None = None
     sampler: Any = None
-    weights: Any = field(default=None, repr=False)
+    sample_weights: Any = field(default=None, repr=False)
     collate: Callable[[list[Any]], Any] | None = None
     validation_collate: Callable[[list[Any]], Any] | None = None
     epochs: int | None = None
@@ -130,7 +130,7 @@ class Job:
     freeze: Any = ()
     seed: int = 0
     drop_last: bool = False
-    loading: Loading | None = None
+    loading: Loading | None = None  # how loader workers read, from a `DataLoader` that was given
     callbacks: Sequence[Callback] = ()
     parts: Sequence[Callable[[Any], Any]] = ()
 
@@ -180,7 +180,7 @@ class Job:
     @property
     def own_step(self) -> Callable[[Any, Any], None] | None:
         """The step function of a job with named models; None for a job with one model."""
-        return (self.step or named_fields.default_step(self)) if self.models else None
+        return (self.training_step or named_fields.default_step(self)) if self.models else None
 
     @property
     def own_validate(self) -> Callable[[Any, Any], Any] | None:
@@ -189,7 +189,7 @@ class Job:
         """
         if self.compute is not None:
             return computations.validated
-        return self.validate or (
+        return self.validation_step or (
             named_fields.default_validate(self) if self.models and self.loss is not None else None
         )
 
@@ -218,7 +218,7 @@ class Job:
         """Return the job without its evaluations, and without callbacks, which may use the
         evaluations.
         """
-        return replace(self, validation=None, validate=None, metrics={}, callbacks=())
+        return replace(self, validation=None, validation_step=None, metrics={}, callbacks=())
 
     @cached_property
     def windows(self) -> StepWindows | None:

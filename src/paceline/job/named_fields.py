@@ -126,11 +126,12 @@ def problems(job: Any) -> Iterator[str]:
     if not job.models:
         stated = [
             name
-            for name in ("optimizers", "followers", "step", "validate")
-            if getattr(job, name) and not (name == "validate" and job.compute is not None)
+            for name in ("optimizers", "followers", "training_step", "validation_step")
+            if getattr(job, name) and not (name == "validation_step" and job.compute is not None)
         ]
         if stated:
-            yield f"{' and '.join(stated)} need{'s' * (len(stated) == 1)} models= by name, in the place of model="
+            more = "; with model=, compute= takes (model, batch)" * ("training_step" in stated)
+            yield f"{' and '.join(stated)} need{'s' * (len(stated) == 1)} models= by name, in the place of model={more}"
         return
     yield from _field_problems(job)
     yield from _name_problems(job)
@@ -152,15 +153,15 @@ def _field_problems(job: Any) -> Iterator[str]:
         yield 'models need optimizers= by name: {"generator": lambda named: torch.optim.Adam(named)}'
     if job.clip is not None:
         yield "clip belongs to an optimizer here: pl.Optimizer(build, clip=...)"
-    if job.step is None and (job.loss is None or len(job.models) > 1):
-        yield "several models need step=, and one needs step= or loss="
+    if job.training_step is None and (job.loss is None or len(job.models) > 1):
+        yield "several models need training_step=, and one needs training_step= or loss="
     yield from _init_problems(job)
     if job.metrics:
-        yield 'metrics are for one model; validate= returns a mapping with "loss" and metrics'
-    if job.validation is not None and job.validate is None and job.loss is None:
-        yield "validation data needs validate=: validate(ctx, batch) returns what is measured of a batch"
-    if job.validation is None and job.validate is not None:
-        yield "validate= measures validation data, and there is none: give validation="
+        yield 'metrics are for one model; validation_step= returns a mapping with "loss" and metrics'
+    if job.validation is not None and job.validation_step is None and job.loss is None:
+        yield "validation data needs validation_step=(ctx, batch), which returns what is measured of a batch"
+    if job.validation is None and job.validation_step is not None:
+        yield "validation_step= measures validation data, and there is none: give validation="
     if job.precision == "fp8":
         yield (
             "precision 'fp8' and models= don't compose: torchao's float8 layers have no second derivatives, which a "

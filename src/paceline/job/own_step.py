@@ -37,7 +37,7 @@ def computed_in_loop(
 
 def is_of_script(job: Any) -> bool:
     """Whether a script's own loop trains and evaluates."""
-    return getattr(job.step or job.loss, "func", None) is computed_in_loop
+    return getattr(job.training_step or job.loss, "func", None) is computed_in_loop
 
 
 @dataclass(frozen=True)

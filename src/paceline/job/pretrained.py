@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Weights:
-    """The arguments of `weights`; see there."""
+    """The arguments of `pretrained`; see there."""
 
     source: Any
     prefix: str = ""
@@ -50,7 +50,7 @@ class Weights:
             yield f"rename must map names to names or be a function of a name, got {type(self.rename).__name__}"
 
 
-def weights(
+def pretrained(
     source: Any,
     *,
     prefix: str = "",

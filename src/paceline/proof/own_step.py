@@ -208,7 +208,7 @@ class PlainOwnStep(PlainStep):
 
 
 class PlainEvaluation:
-    """The context of `validate` on one device, in which models run and nothing is trained."""
+    """The context of `validation_step` on one device, in which models run and nothing is trained."""
 
     def __init__(self, models: nn.Module, precision: str) -> None:
         self.models, self.makes_on = models, MakesOn(next(models.parameters()).device, precision)

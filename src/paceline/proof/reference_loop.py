@@ -308,7 +308,7 @@ class PlainRun:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the loss (as "loss") and every metric over all samples of the data, in batches of
-        the job's size; of a job's own step, what `validate` returns.
+        the job's size; of a job's own step, what `validation_step` returns.
         """
         job = self.job
         set_mode(self.optimizer, is_training=False)

@@ -116,7 +116,7 @@ class Coordinator(Server):
         # What servers hold of a step of the job's own is known when each of its updates is made.
         return Clock(
             num_workers=sync.workers,
-            num_servers=0 if self.job.own_step is not None else sync.server,
+            num_servers=0 if self.job.own_step is not None else sync.servers,
             first=self.history.first,
             later=self.history.later,
             end=end,

@@ -40,7 +40,7 @@ _FEW = 4  # the fewest samples on which a metric is checked before the first ste
 class Evaluator:
     """Computes a job's loss and other figures over data, on the ranks of a plan.
 
-    The figures are those of the job's `validate`, or the loss and the metrics.
+    The figures are those of the job's `validation_step`, or the loss and the metrics.
     """
 
     model: torch.nn.Module  # all models; in evaluation mode during an evaluation
@@ -88,7 +88,7 @@ class Evaluator:
         """
         data, quiet = self.job.validation, replace(self, beat=lambda phase: None)
         if self.job.own_validate is not None:
-            function = self.job.validate or self.job.compute or self.job.criterion
+            function = self.job.validation_step or self.job.compute or self.job.criterion
             with ExitStack() as kept:
                 kept.callback(ForwardState(self.model).now().restore)
                 kept.enter_context(function_kept(function, self.model))
@@ -118,7 +118,7 @@ class Evaluator:
                 value = without_total(given, samples=batch.samples or 1, whole=_length(data))
                 row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
                 if batch.samples and counts_here:
-                    named = f"'{name}' of validate"
+                    named = f"'{name}' of validation_step"
                     row += read_tally(value, samples=batch.samples, name=named).on(device)
         return sums
 
@@ -203,17 +203,17 @@ def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str
         values = job.own_validate(context, StepBatch([batch]))
     values = values if isinstance(values, Mapping) else {"loss": values}
     if "loss" not in values:
-        raise TrainingError(f'validate returned {", ".join(values)} and no "loss"')
+        raise TrainingError(f'validation_step returned {", ".join(values)} and no "loss"')
     if taken := FIGURES.intersection(values) - {"loss"}:
         raise TrainingError(
-            f"validate returned {', '.join(sorted(taken))}: every run has a figure of that name",
+            f"validation_step returned {', '.join(sorted(taken))}: every run has a figure of that name",
             hint="give the metric another name",
         )
     return {"loss": values["loss"], **values}
 
 
 class _Validation:
-    """The context of `validate` on a rank: models run, and nothing is trained; see `StepContext`."""
+    """The context of `validation_step` on a rank: models run, and nothing is trained; see `StepContext`."""
 
     def __init__(
         self,

@@ -162,7 +162,7 @@ def matched(
         if shapes[name] != wanted[key]:
             raise JobError(
                 f"init: '{name}' has shape {shapes[name]} there and {wanted[key]} in the model",
-                hint="leave it out with pl.weights(..., rename={...: None}, strict=False) to begin with the "
+                hint="leave it out with pl.pretrained(..., rename={...: None}, strict=False) to begin with the "
                 "seed's values",
             )
     if missing or unknown:
@@ -183,13 +183,13 @@ def _in_words(missing: list[str], unknown: list[str]) -> list[str]:
 
 
 def _other_names(missing: list[str], unknown: list[str]) -> JobError:
-    hint = "pl.weights(..., rename=...) changes names; strict=False loads those that both have and no others"
+    hint = "pl.pretrained(..., rename=...) changes names; strict=False loads those that both have and no others"
     for name in missing[:SHOWN_NAMES]:
         for other in unknown:
             if name.endswith(f".{other}"):
-                hint = f"pl.weights(..., prefix={name.removesuffix(other)!r})"
+                hint = f"pl.pretrained(..., prefix={name.removesuffix(other)!r})"
             elif other.endswith(f".{name}"):
-                hint = f"pl.weights(..., rename=lambda name: name.removeprefix({other.removesuffix(name)!r}))"
+                hint = f"pl.pretrained(..., rename=lambda name: name.removeprefix({other.removesuffix(name)!r}))"
             else:
                 continue
             return JobError("init: " + "; ".join(_in_words(missing, unknown)), hint=hint)

@@ -18,6 +18,7 @@ import torch
 
 from paceline.base.errors import CheckpointError, JobError
 from paceline.job import Job
+from paceline.job.foreign_fields import present_name
 from paceline.job.named_optimizers import NamedSchedules
 from paceline.job.order import Order, digest
 from paceline.torch_private.optimizers import LAST_RATES, schedules_in
@@ -68,7 +69,7 @@ def _settings(job: Job) -> dict[str, Any]:
     """
     functions = {
         name: _named(getattr(job, name))
-        for name in ("loss", "compute", "collate", "step", "validate")
+        for name in ("loss", "compute", "collate", "training_step", "validation_step")
     }
     settings = {
         "clip": job.clip,
@@ -108,6 +109,7 @@ def schedules_of(schedule: Any) -> dict[str, Any]:
 
 def settings_notes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings of a resumed job that differ, in words."""
+    then = {present_name(name): value for name, value in then.items()}
     return (
         _changed(name, then[name], value)
         for name, value in now.items()

@@ -26,11 +26,20 @@ from paceline.checkpoint.values import (
     unpack,
 )
 from paceline.job import Job
+from paceline.job.foreign_fields import present_name
 from paceline.model.attributes import OF_TORCH
 from paceline.torch_private.modules import own_buffers, own_modules, own_parameters
 
 _PREFIX, _VALUES = "job/", "job/.values"
-_ROOTS = "loss", "compute", "collate", "validation_collate", "sampler", "step", "validate"
+_ROOTS = (
+    "loss",
+    "compute",
+    "collate",
+    "validation_collate",
+    "sampler",
+    "training_step",
+    "validation_step",
+)
 _NO_STATE = (type, types.ModuleType, types.BuiltinFunctionType, torch.optim.Optimizer)
 _LARGEST_BYTES = (
     2**28
@@ -114,7 +123,8 @@ class JobState:
             stored = checkpoint.read(name)
             return stored.to(like.device) if isinstance(like, torch.Tensor) else stored
 
-        for name, packed in from_text_tensor(checkpoint.read(_VALUES)).items():
+        for stored, packed in from_text_tensor(checkpoint.read(_VALUES)).items():
+            name = present_name(stored)
             parent, _, key = name.rpartition(".")
             place, node = found.places.get(name), found.nodes.get(parent)
             if place is not None:

@@ -57,7 +57,7 @@ def without_total(value: Any, *, samples: int, whole: int) -> Any:
     if not whole:
         raise TrainingError(
             "a pl.total is evaluated, and the data is a stream of unknown length",
-            hint="return (sum, count) where it is evaluated: validate=",
+            hint="return (sum, count) where it is evaluated: validation_step=",
         )
     return value.value * (whole / samples)
 

@@ -306,7 +306,7 @@ def gan() -> paceline.Job:
             "critic": lambda: Blocks(depth=2, outputs=1),
         },
         optimizers={"generator": adam, "critic": paceline.Optimizer(adam, clip=0.5)},
-        step=step,
+        training_step=step,
         followers={
             "average": paceline.ema("generator", 0.9),
             "renewed": paceline.copy_every("critic", 2),
@@ -334,7 +334,7 @@ def distillation() -> paceline.Job:
 
     return paceline.Job(
         models={"student": lambda: Blocks(depth=2)},
-        step=step,
+        training_step=step,
         optimizers={"student": lambda named: torch.optim.AdamW(named, lr=1e-2)},
         followers={"teacher": paceline.frozen(lambda: Blocks(depth=1))},
         data=numbers(48),
@@ -362,7 +362,7 @@ def refused_generator() -> paceline.Job:
 
     return paceline.Job(
         models={"critic": lambda: Blocks(depth=1)},
-        step=step,
+        training_step=step,
         data=numbers(48),
         batch=12,
         steps=2,
@@ -433,8 +433,8 @@ def padded_llama() -> paceline.Job:
 
     return paceline.Job(
         models={"llama": llama},
-        step=step,
-        validate=validate,
+        training_step=step,
+        validation_step=validate,
         init={"llama": weights},
         optimizers={
             "matrices": paceline.Optimizer(

@@ -76,7 +76,7 @@ def test_a_condition_on_a_rank_s_own_samples(tmp_path: Path):
             "b": lambda: torch.nn.Sequential(torch.nn.Linear(4, 7), torch.nn.Linear(7, 2)),
         },
         optimizers={"a": sgd, "b": sgd},
-        step=step,
+        training_step=step,
         data=(inputs, torch.ones(32, 2)),
         batch=8,
         epochs=1,

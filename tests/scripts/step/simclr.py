@@ -93,7 +93,7 @@ job = pl.Job(
             lr_schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
         )
     },
-    step=step,
+    training_step=step,
     data=train_loader,
     epochs=epochs,
 )

@@ -45,7 +45,7 @@ def job(**changes: Any) -> paceline.Job:
     return paceline.Job(
         models={"body": small(), "head": small(3)},
         optimizers={"body": sgd, "head": sgd},
-        step=step,
+        training_step=step,
         followers={"average": paceline.ema("body", 0.9)},
         **fields(**{"steps": 6, **changes}),
     )
@@ -124,7 +124,7 @@ def test_the_loss_is_that_of_all_samples(tmp_path: Path) -> None:
     still = paceline.Job(
         models={"net": lambda: nn.Linear(3, 1)},
         optimizers={"net": lambda named: torch.optim.SGD(named, lr=0.0)},
-        step=one_backward,
+        training_step=one_backward,
         data=(x, x.sum(1, keepdim=True)),
         batch=4,
         epochs=1,

@@ -49,7 +49,7 @@ def test_a_momentum_may_be_a_function_of_the_step():
         models={"net": torch.nn.Module},
         optimizers={"net": torch.optim.SGD},
         followers=followers,
-        step=lambda ctx, batch: None,
+        training_step=lambda ctx, batch: None,
         data=[torch.zeros(1)],
         batch=1,
         steps=1,

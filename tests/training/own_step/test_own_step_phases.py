@@ -88,11 +88,11 @@ def make_job(teacher: Path, **fields: Any) -> pl.Job:
             },
             "init": {
                 "student": lambda: weights(40),
-                "teacher": pl.weights(teacher, rename=lambda name: name[2:]),
+                "teacher": pl.pretrained(teacher, rename=lambda name: name[2:]),
             },
             "freeze": FREEZE,
-            "step": step,
-            "validate": validate,
+            "training_step": step,
+            "validation_step": validate,
             "data": data,
             "validation": data,
             "batch": 6,
@@ -210,17 +210,17 @@ def test_verify_certifies_it(teacher: Path) -> None:
             },
             "monitors 'eror'.*'error'",
         ),
-        ({"validation": None, "validate": None}, "waits for a figure"),
+        ({"validation": None, "validation_step": None}, "waits for a figure"),
         (
             {
-                "validate": lambda ctx, batch: {"error": batch.target.mean()},
+                "validation_step": lambda ctx, batch: {"error": batch.target.mean()},
                 "optimizers": {"student": torch.optim.SGD, "head": torch.optim.SGD},
             },
             'no "loss"',
         ),
         (
             {
-                "step": lambda ctx, batch: (
+                "training_step": lambda ctx, batch: (
                     ctx.backward("student", batch, soft_loss, batch.input[:, :4])
                     or ctx.update("student")
                     or 1.0
@@ -262,12 +262,12 @@ def test_a_model_may_be_trained_in_some_steps_alone(tmp_path: Path) -> None:
     adam = lambda named: torch.optim.Adam(named, lr=0.1)  # noqa: E731
     job = make_job(
         tmp_path,
-        step=every_second,
+        training_step=every_second,
         init=None,
         freeze=(),
         followers={},
         validation=None,
-        validate=None,
+        validation_step=None,
         optimizers={"student": adam, "head": adam},
     )
     (certificate,) = pl.verify(job, ["data=2"], steps=2, restore="no")

@@ -39,7 +39,7 @@ def job(step: Any = None) -> pl.Job:
     return pl.Job(
         models={"net": lambda: nn.Linear(4, 2), "board": Board},
         optimizers={"net": torch.optim.SGD},
-        step=step or usual,
+        training_step=step or usual,
         data=[torch.ones(4)] * 9,
         batch=3,
         steps=1,

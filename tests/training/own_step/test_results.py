@@ -58,7 +58,7 @@ def made(step: Callable[[Any, Any], None], **fields: Any) -> pl.Job:
         **{
             "models": {"net": net, "judge": judge},
             "optimizers": {"net": sgd, "judge": sgd},
-            "step": step,
+            "training_step": step,
             "data": torch.utils.data.TensorDataset(x, 3 * x[:, :2].sin()),
             "batch": BATCH,
             "steps": STEPS,

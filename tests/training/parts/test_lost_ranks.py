@@ -210,7 +210,7 @@ def test_a_step_of_ones_own_is_torn_too(tmp_path: Path, monkeypatch: pytest.Monk
             optimizer=None,
             lr_schedule=None,
             clip=None,
-            step=step,
+            training_step=step,
             models={"net": plain.model},
             optimizers={"net": optimizer},
         )

@@ -376,7 +376,7 @@ def of_its_own(job, step=own_step, clip=None):
         optimizers={"net": optimizer},
         followers={"average": pl.ema("net", 0.9)},
         init={"net": job.init},
-        step=step,
+        training_step=step,
         **fields,
     )
 
@@ -451,7 +451,7 @@ def test_a_step_of_ones_own_ends_with_its_samples(tmp_path, plan):
     job, bad = make(value=math.nan)
     own_step_job = pl.Job(
         models={"net": job.model},
-        step=own_step,
+        training_step=own_step,
         data=job.data,
         batch=BATCH,
         steps=STEPS,

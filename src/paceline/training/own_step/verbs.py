@@ -61,7 +61,7 @@ class Verbs:
         if returned is not None:
             raise TrainingError(
                 f"the step returned {type(returned).__name__}, which nothing would record",
-                hint="validate= returns figures, of the validation data; a step returns nothing",
+                hint="validation_step= returns figures, of the validation data; a step returns nothing",
             )
         if not self.taken.backwards:
             raise TrainingError("the step trains nothing: it calls no ctx.backward")
