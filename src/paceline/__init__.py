@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from paceline.api.rehearsal import rehearse
     from paceline.api.replay import replay
     from paceline.api.report import compare, report
-    from paceline.api.result import open
+    from paceline.api.result import open as open
     from paceline.api.scaling import scale
     from paceline.api.train import train
     from paceline.api.verify import verify
@@ -85,6 +85,7 @@ _HOMES = {
     "whole": "paceline.job.metrics",
 }
 
+# What `from paceline import *` brings: not `open`, which is Python's.
 __all__ = [
     "Callback",
     "Cluster",
@@ -114,7 +115,6 @@ __all__ = [
     "like_torch",
     "load",
     "monitored",
-    "open",
     "plan",
     "predict",
     "pretrained",
@@ -158,4 +158,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*_HOMES, *_PACKAGES, "__version__"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import pkgutil
 import subprocess
@@ -44,8 +45,8 @@ PUBLIC = [
     "open",
     "plan",
     "predict",
-    "rehearse",
     "pretrained",
+    "rehearse",
     "replay",
     "report",
     "scale",
@@ -59,8 +60,20 @@ PUBLIC = [
 
 def test_the_public_names_are_these_and_no_others():
     """Adding or dropping a public name is a decision, made here too."""
-    assert sorted(paceline.__all__) == PUBLIC
-    assert set(PUBLIC) <= set(dir(paceline))
+    assert dir(paceline) == sorted([*PUBLIC, "__version__", "keras"])
+    assert sorted(paceline._HOMES) == PUBLIC
+
+
+def test_a_star_brings_all_but_what_is_pythons():
+    """`from paceline import *` must not replace `open`."""
+    assert sorted({*paceline.__all__, "open"}) == PUBLIC
+    assert not set(paceline.__all__) & set(dir(builtins))
+
+
+def test_an_earlier_name_is_noted():
+    with pytest.warns(FutureWarning, match=r"pl\.weights is now pl\.pretrained") as noted:
+        assert paceline.weights is paceline.pretrained
+    assert [each.filename for each in noted] == [__file__]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

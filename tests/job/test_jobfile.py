@@ -622,7 +622,16 @@ def test_a_setting_that_json_can_not_keep_is_named(write: Write):
 def test_verbs_take_the_name_of_a_file(write: Write, tmp_path: Path):
     """As the command line does; and say what a job is where they get something else."""
     assert open_job(write("digits.py"))[0] == JobFile(tmp_path / "digits.py")
-    with pytest.raises(UsageError, match="a Python file that makes one, got dict"):
+    with pytest.raises(UsageError, match="or Python file that makes one, got dict"):
         open_job({})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="call the function"):
-        open_job(lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="or Python file that makes one, got type"):
+        open_job(Job)
+
+
+def test_verbs_take_the_function(write: Write):
+    """The job is what it returns by its defaults; there is no file that another process could load."""
+    function = JobFile.parse(write("digits.py")).open().function
+    source, job = open_job(function)
+    assert source is None and isinstance(job, Job)
+    with pytest.raises(JobError, match=r"<lambda>\(\) in test_jobfile\.py returned None"):
+        open_job(lambda: None)  # type: ignore[arg-type, return-value]

@@ -121,7 +121,8 @@ class JobFile:
         return cls(Path(document["path"]), document["function"], dict(document["settings"]))
 
 
-AnyJob = Job | JobFile | str | Path  # a text names a file, as on the command line
+# A function returns the job. A text names a file, as on the command line.
+AnyJob = Job | Callable[..., Job] | JobFile | str | Path
 
 
 def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
@@ -139,15 +140,14 @@ def open_job(job: AnyJob) -> tuple[JobFile | None, Job]:
     if isinstance(job, str | Path):
         job = JobFile.parse(str(job))
     with inherited.named():
-        loaded = job.load() if isinstance(job, JobFile) else job
-    if isinstance(job, JobFile):
-        return job, loaded
+        if isinstance(job, JobFile):
+            return job, job.load()
+        if inspect.isroutine(job):
+            job = JobFunction.of(job).job({})
     if not isinstance(job, Job):
         raise UsageError(
-            f"a job is a paceline.Job or a Python file that makes one, got {type(job).__name__}",
-            hint="`paceline docs job` names the page that shows one"
-            if not callable(job)
-            else "call the function: it returns the Job",
+            f"a job is a paceline.Job, or a function or Python file that makes one, got {type(job).__name__}",
+            hint="`paceline docs job` names the page that shows one",
         )
     return None, job
 
@@ -158,6 +158,12 @@ class JobFunction:
 
     function: Callable[..., Any]
     path: Path  # the file, for messages
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> JobFunction:
+        """Return a function that a program has, with its file."""
+        code = getattr(function, "__code__", None)
+        return cls(function, Path(code.co_filename if code else DEFAULT_FUNCTION))
 
     @property
     def name(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import signal
 import socket
@@ -176,7 +175,7 @@ def _function(job: JobFile | str | Callable[..., Job]) -> tuple[JobFile | None, 
         raise UsageError(
             f"search takes a function that returns a Job, or its file, got {type(job).__name__}"
         )
-    return None, JobFunction(job, Path(inspect.getsourcefile(job) or "job"))
+    return None, JobFunction.of(job)
 
 
 def _plan_of(
