@@ -37,6 +37,7 @@ from paceline.launch.process.outside_watch import OutsideWatch
 
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
+os.environ["COLUMNS"] = "100"  # however wide the terminal is from which the suite is started
 gc.set_threshold(
     10_000, 20, 20
 )  # most of what is made here is let go with its test, or with its fork

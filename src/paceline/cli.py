@@ -725,12 +725,12 @@ def _json(document: Any) -> str:
 def _best_of(study: Mapping[str, Any]) -> dict[str, Any]:
     """The winner of a search, for people."""
     best, states = study["best"], [trial["state"] for trial in study["trials"]]
-    test = {name: value for name, value in (study["test"] or {}).items() if name != "trial"}
+    test = study["test"] or {}
     return {
         "trials": ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)),
         "best": f"trial {best['trial']}",
         **best["figures"],
-        "test": test or None,
+        **{f"test {name}": value for name, value in test.items() if name != "trial"},
         **best["params"],
         "plan": best["plan"],
         "run": study["run"],

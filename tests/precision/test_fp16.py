@@ -84,7 +84,7 @@ def test_compressed_gradients_overflow_alike(tmp_path: Path) -> None:
     )
     check(
         job,
-        by_hand(job, microbatches=2),
+        by_hand(job, accumulate=2),
         trained(job, "data=2 compress=int8", tmp_path / "run"),
         atol=0.03,
     )
@@ -95,7 +95,7 @@ def test_goes_on_under_another_plan(tmp_path: Path) -> None:
     job = mixed_precision_job(
         data=OVERFLOWS, optimizer=lambda named: torch.optim.SGD(named, lr=0.02, momentum=0.9)
     )
-    expected = by_hand(job, microbatches=2)
+    expected = by_hand(job, accumulate=2)
 
     trained(replace(job, steps=4), "data=2", tmp_path / "run")
     assert sum(expected.skipped[:4]) > 0

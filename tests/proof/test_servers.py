@@ -174,7 +174,7 @@ def test_others_take_the_steps_of_a_worker_that_is_gone(
     job = _killing(rank, number, tmp_path / "mark", at=20, epochs=8)
     timeout_s = 8 if number == signal.SIGSTOP else PATIENCE_S
     summary = paceline.train(job, plan, run=tmp_path / "run", timeout_s=timeout_s, restarts=0)
-    servers = 0 if "colocate" in plan else int(plan[7])
+    servers = 0 if "colocate" in plan else int(plan[8])
     assert summary["workers_lost"] == [rank - servers]
     assert summary["steps"] == 24 and summary["samples"] == 8 * 24
     assert sum(summary["staleness"].values()) == 24 * Plan.parse(plan).sync.workers  # updates

@@ -407,7 +407,7 @@ def test_a_space_that_is_wrong_is_blamed(job: str, tmp_path: Path, space: Any, m
         ({"storage": "study.db"}, "not a URL"),
         ({"settings": {"fails": object()}}, "settings must be numbers"),
         ({"resume": True}, "needs the run folder"),
-        ({"space": "spaces"}, "did you mean 'space'"),
+        ({"space": "spaces"}, "takes a function of Optuna's trial, and got str"),
     ],
 )
 def test_requests_that_make_no_sense(

@@ -23,6 +23,7 @@ def width() -> int:
 def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a text table. The first and the last column are words, which wrap; the others are
     figures. The first one gets at most half of the words' width, and its further lines are indented.
+    A table whose figures and longest words are wider than the terminal is as wide as they are.
 
     >>> print(aligned(["plan", "ms/step", "why not"], [["data=2", "0.5", "chosen"], ["single", "0.75", "slower"]]))
     plan    ms/step  why not
@@ -44,12 +45,20 @@ def aligned(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         )
     rows = [*rows]
     figures = sum(2 + max(map(len, cells)) for cells in [*zip(columns, *rows, strict=True)][1:-1])
-    half = max(1, (width() - figures) // 2)
+    first, last = (
+        max(len(word) for cell in cells for word in ("", *cell.split()))
+        for cells in (
+            [columns[0], *(row[0] for row in rows)],
+            [columns[-1], *(row[-1] for row in rows)],
+        )
+    )
+    wide = max(width(), first + figures + 2 + last)
+    half = max(first, (wide - figures) // 2)
     for name, *cells in rows:
         name = textwrap.fill(name, half, subsequent_indent="  ", **_WHOLE)
         drawn.add_row(*map(Text, [name, *cells]))
     text = StringIO()
-    Console(file=text, width=width(), color_system=None, legacy_windows=False).print(drawn)
+    Console(file=text, width=wide, color_system=None, legacy_windows=False).print(drawn)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

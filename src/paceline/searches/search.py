@@ -198,6 +198,11 @@ def _checked(
     """
     if define is None:
         return None
+    if not callable(define):
+        raise UsageError(
+            f"space= takes a function of Optuna's trial, and got {type(define).__name__}",
+            hint="vary={'lr': '1e-5..1e-1:log'} needs no function",
+        )
 
     def checked(trial: Any) -> Mapping[str, Any]:
         try:
