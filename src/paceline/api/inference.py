@@ -69,7 +69,9 @@ def evaluate(
 
     Args:
         run: The folder of a trained run.
-        plan, devices, timeout_s: As in `train`.
+        plan: As in `train`.
+        devices: As in `train`.
+        timeout_s: As in `train`.
 
     Returns:
         {"plan", "step", "samples", "validation_loss", "metrics"}.
@@ -126,7 +128,9 @@ def predict(
             one tensor per argument. Rows of a `.csv` are numbers between commas, semicolons or tabs; a first
             row of names is left out. Names of tensors become keyword arguments, or positional ones
             if they are 0, 1, ...
-        plan, devices, timeout_s: As in `train`.
+        plan: As in `train`.
+        devices: As in `train`.
+        timeout_s: As in `train`.
         output: The file of the outputs, by default `DIR/predictions.npy` or `.safetensors`. A `.npy`
             holds one tensor, `.npz` and `.safetensors` any number.
         model: The model or follower that predicts, in a job with several.
