@@ -142,10 +142,14 @@ def test_words_of_other_tools(word: str, keys: str):
         ("dta=2 tp=2", "data=2 tensor=2"),
         ("cp=2", None),
         ("ep=2 data=2", None),
+        (r"ps=\d", None),
+        ("date", None),
+        ("dp=two", None),
+        ("fsdp=4 date=2", "shard=4 data=2"),
     ],
 )
 def test_words_of_other_tools_are_answered_with_a_plan(words: str, plan: str | None):
-    """Each word has its line; the hint is the plan that means all of them, where there is one."""
+    """Each word has its line; the hint is the plan that means all of them, where one can be read."""
     with pytest.raises(PlanError) as caught:
         Plan.parse(words)
     unknown = [word for word in words.split() if word.partition("=")[0] not in KEYS]

@@ -13,6 +13,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -246,8 +247,11 @@ def _unknown(words: list[str]) -> PlanError:
             own = [word.replace(name, key, 1) for key in close]
         for each in own or [""]:
             typed.setdefault(each.partition("=")[0], each)
-    plan = " ".join(typed.values())
-    return PlanError("\n".join(lines), hint=None if "" in typed else f'--plan "{plan}"')
+    plan, hint = " ".join(typed.values()), None
+    with suppress(PlanError):  # as "datta" alone, which may mean "data", and lacks its number
+        Plan.parse(plan)
+        hint = None if "" in typed else f'--plan "{plan}"'
+    return PlanError("\n".join(lines), hint=hint)
 
 
 def _others(values: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:

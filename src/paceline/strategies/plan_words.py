@@ -121,4 +121,5 @@ def in_our_words(sentence: str, value: str) -> str:
     'servers=1 workers=2'
     """
     plan = "".join(re.findall(r"^'([^']+)'", sentence))
-    return re.sub(r"\b[A-Z]\b", "2", re.sub(r"\b[A-Z]\b", value or "2", plan, count=1))
+    first, *others = re.split(r"\b[A-Z]\b", plan)
+    return "2".join([(value or "2").join([first, *others[:1]]), *others[1:]])
