@@ -199,7 +199,7 @@ def main() -> None:
                 codes.append(end.code or 0)
             raise
         except OSError as error:
-            if error.errno != errno.ENOSPC or error.filename is not None:
+            if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:
                 raise
             codes.append(_report_lost_output(error))
 
@@ -218,8 +218,9 @@ def _end_process(codes: Sequence[int]) -> None:
 
 
 def _report_lost_output(error: OSError) -> int:
-    """Say that the output could not be written. Returns the exit code."""
-    print(f"Error: the output can't be written: {error.strerror}", file=sys.stderr)
+    """Say that the output could not be written, unless its reader went, as `head` does. Returns the exit code."""
+    if error.errno != errno.EPIPE:
+        print(f"error: the output can't be written: {error.strerror}", file=sys.stderr)
     return 1
 
 
@@ -267,7 +268,8 @@ def _asked_for(words: Sequence[str]) -> str | None:
     if words[:1] == ["--version"]:
         return f"paceline {paceline.__version__}"
     own = words[: words.index("--")] if "--" in words else words
-    if words and not {"-h", "--help"} & {*own}:
+    helps = {"-h", "--help"}
+    if words and (not helps & {*own} or words[0] not in {*COMMANDS, *helps}):
         return None
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]].line.parser().format_help().rstrip()

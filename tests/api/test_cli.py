@@ -552,6 +552,7 @@ def test_a_missing_job_file_is_found_before_anything_starts(verb: Any, tmp_path:
     [
         (["train", "x.py", "--porcs", "2"], "--procs"),
         (["trian", "x.py"], "train"),
+        (["trian", "--help"], "paceline has no command trian; did you mean 'train'?"),
         (["train"], "required: FILE[:FUNCTION]"),
         (["search", "x.py"], "required: --trials"),
         (["train", "x.py", "--procs", "two"], "--procs: two is not a whole number of at least 0"),
@@ -810,8 +811,25 @@ def test_an_output_without_room_is_an_error():
         )
     assert (ran.returncode, ran.stderr) == (
         1,
-        "Error: the output can't be written: No space left on device\n",
+        "error: the output can't be written: No space left on device\n",
     )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_sees_no_error(unbuffered: str):
+    """As under `| head`: the command fails in silence, when it prints or at its end."""
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    ran = subprocess.run(
+        [sys.executable, "-m", "paceline", "--help"],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=sender,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=200,
+    )
+    os.close(sender)
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 @pytest.mark.skipif(
