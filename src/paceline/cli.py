@@ -473,7 +473,7 @@ def _verified_script(given: Given) -> Any:
     from paceline.job.file import is_script
 
     path, settings = given["job"].path, given["job"].settings
-    if "attach(" not in path.read_text("utf-8") or not is_script(path):
+    if not is_script(path):
         return None
     from paceline.attached.verify import verify_script
 

@@ -451,6 +451,13 @@ def test_verify_fails_when_one_plan_fails(verb: Any, job_file: str, passed: list
     assert json.loads(result.stdout) == [certificate.to_dict() for certificate in verify.outcome]
 
 
+def test_a_file_that_is_no_text_has_a_place(tmp_path: Path):
+    """A file in Latin-1 is a mistake in the job, which is told with its line."""
+    (tmp_path / "job.py").write_bytes(b'name = "caf\xe9"\n')
+    result = call("verify", tmp_path / "job.py")
+    assert result.exit_code == 2 and "job.py:1: SyntaxError" in result.stderr
+
+
 def test_verify_leaves_the_choice_of_plans_to_the_function(verb: Any, job_file: str):
     """Without --plan, no plan is named; without --run, the certificate goes to a new folder in runs/."""
     verify = verb("verify", [])
@@ -560,6 +567,8 @@ def test_a_missing_job_file_is_found_before_anything_starts(verb: Any, tmp_path:
         (["train", "x.py", "--timeout", "nan"], "--timeout: nan is not a number"),
         (["train", "x.py", "--plan"], "--plan: expected one argument"),
         (["train", "x.py", "--plan", "--json"], "--plan: expected one argument"),
+        (["train", "x.py", "--run", ""], "--run: the value is empty"),
+        (["train", ""], "FILE[:FUNCTION]: the value is empty"),
         (["train", "x.py", "--json=yes"], "--json: ignored explicit argument 'yes'"),
         (["train", "x.py", "--on-spike", "go"], "choose from 'stop', 'skip', 'rewind'"),
         (["launch", "sky", "--tim", "1"], "did you mean --time?"),

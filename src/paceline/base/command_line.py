@@ -113,7 +113,11 @@ class CommandLine:
             groups |= dict.fromkeys(names.split(), parser.add_argument_group(heading))
         for each in self.parameters:
             choices = _choices(each)
-            how: dict[str, Any] = {"metavar": self.value(each), "help": _meaning(each)}
+            how: dict[str, Any] = {
+                "metavar": self.value(each),
+                "help": _meaning(each),
+                "type": _text,
+            }
             if _is_flag(each):
                 how = {"help": how["help"], "action": "store_true"}
             elif is_repeatable(each):
@@ -234,6 +238,12 @@ def _converted(parameter: Declaration, value: Any) -> Any:
             )
         entries[name] = entry
     return entries
+
+
+def _text(text: str) -> str:
+    if text:
+        return text
+    raise argparse.ArgumentTypeError("the value is empty")  # as that of an unset shell variable
 
 
 def _number(kind: type[float], text: str) -> float:
