@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -402,6 +403,15 @@ def test_a_page_replaces_pages_alone(tmp_path: Path, name: str, monkeypatch: pyt
     assert job.read_text() == "a job" and json.loads((run / "summary.json").read_text()) == SUMMARY
 
 
+def test_what_is_missing_is_told_before_plans_are_priced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("paceline.api.report._alternatives", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UsageError, match="a report needs a package that is not here: matplotlib"):
+        paceline.report(written(tmp_path))
+
+
 def study(folder: Path, *names: str, num_trials: int = 3, **fields: Any) -> str:
     """The page of a search."""
     trials: list[dict[str, Any]] = [
@@ -482,6 +492,13 @@ def test_two_objectives_have_a_front(tmp_path: Path):
     assert re.search(r'<th scope="row">2</th><td[^>]*>0.3333</td><td[^>]*>112</td>', text)
     assert "[0." not in text.partition('id="figures"')[0]
     assert "<code>optuna-dashboard URL</code> (that of <code>--storage</code>)" in text
+
+
+def test_names_may_be_long_and_in_any_script(tmp_path: Path):
+    """matplotlib has no word to say about them: it finds a place for each, and browsers have the letters."""
+    names = ["日本語", *(f"{nth}{'x' * 300}" for nth in range(30))]
+    svg = charts.points({"a trial": (names, [1.0] * len(names))}, title="", x="日本語").svg
+    assert "日本語" in svg and "0xxxx…" in svg and "xxxxxx" not in svg
 
 
 def test_a_bad_trial_squeezes_no_others(tmp_path: Path):

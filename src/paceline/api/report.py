@@ -19,7 +19,7 @@ from paceline.planner.problem import PlanningProblem
 from paceline.planner.search import Candidate, best_of_each_kind
 from paceline.reports.comparison import Comparison, Condition
 from paceline.reports.comparison import compare as compared
-from paceline.reports.page import Alternatives, prepare, write
+from paceline.reports.page import REPORT, Alternatives, prepare, write
 from paceline.reports.record import RunRecord
 from paceline.runs import folder
 from paceline.runs.provenance import note_edits
@@ -42,9 +42,8 @@ def report(run: str | Path, *, output: str | Path | None = None, other_plans: bo
         UsageError: the folder is none of these, the package that draws is missing, or the file can't be written.
     """
     path = Path(run)
-    to = None if output is None else Path(output)
-    if to is not None:
-        prepare(to)
+    to = path / REPORT if output is None else Path(output)
+    prepare(to)  # pricing other plans takes a while
     return write(
         path,
         to=to,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -17,6 +18,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from paceline.base.tables import three_digits
 from paceline.reports.diagnosis import (
     COMPUTING,
     CORES,
@@ -31,7 +33,8 @@ from paceline.reports.diagnosis import (
 MOST_POINTS = 400  # points of a line; more can't be told apart at a chart's width in pixels
 _GREATEST = 1e300  # the largest value that can be drawn; beyond it sums are infinite
 _SIZE_INCHES = (4.6, 2.4)  # text is readable at the width of a phone
-_NAME = 44  # characters of a bar's name that fit beside its sum
+_NAME = 44  # characters of a bar's name that fit beside its sum, and of words below an axis
+_LEAST = 6  # characters of such a word
 _SMOOTHED = 40  # a line of so many points gets a running median
 # Colours that represent the page's style variables: matplotlib draws them, and `_styled` replaces
 # them.
@@ -123,7 +126,12 @@ def lines(
         ):
             axes.set_ylim(0, 1.15 * max(usual, *(band or (0, 0))))
             axes.text(
-                1, 1, f"up to {short(ordered[-1])}", transform=axes.transAxes, ha="right", va="top"
+                1,
+                1,
+                f"up to {three_digits(ordered[-1])}",
+                transform=axes.transAxes,
+                ha="right",
+                va="top",
             )
         axes.margins(x=0.01)
         _scale(axes.xaxis, is_whole=True)
@@ -173,13 +181,12 @@ def stacked(
                 end += width
             if interval := (intervals or {}).get(name):
                 axes.plot(interval, (place, place), color=INK, lw=1.0, marker="|", ms=5)
-            shown = name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
             across = axes.get_yaxis_transform()
-            axes.text(0, place - 0.28, shown, va="bottom", transform=across)
+            axes.text(0, place - 0.28, _cut(name, _NAME), va="bottom", transform=across)
             axes.text(
                 1,
                 place - 0.28,
-                f"{short(total)} {unit}".strip(),
+                f"{three_digits(total)} {unit}".strip(),
                 va="bottom",
                 ha="right",
                 transform=across,
@@ -215,8 +222,12 @@ def points(
         for name, (xs, ys) in (line or {}).items():
             axes.step(xs, ys, where="post", color=colours[name], lw=1.6)
         axes.margins(0.06)
-        kinds = {type(each) for xs, _ in groups.values() for each in xs}
-        if str not in kinds:
+        chosen = dict.fromkeys(each for xs, _ in groups.values() for each in xs)
+        kinds = {*map(type, chosen)}
+        if str in kinds:
+            room = max(_LEAST, _NAME // len(chosen))
+            axes.set_xticks(range(len(chosen)), [_cut(each, room) for each in chosen])
+        else:
             _scale(axes.xaxis, log[0], is_whole=kinds == {int})
         _scale(axes.yaxis, log[1])
         axes.set(xlabel=x)
@@ -225,13 +236,8 @@ def points(
     return Chart(_drawn(draw), title, keys if len(keys) > 1 else {})
 
 
-def short(value: float) -> str:
-    """Return a number in at least three digits, without a power of ten.
-
-    >>> short(0.12345), short(31234.5)
-    ('0.123', '31,234')
-    """
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def part_colour(part: str) -> str:
@@ -289,7 +295,8 @@ def _scale(axis: Axis, log: bool = False, *, is_whole: bool = False) -> None:
 
 
 def _drawn(draw: Callable[[Axes], None], *, height: float = _SIZE_INCHES[1]) -> str:
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # text is drawn by browsers, with their fonts
         figure = Figure(figsize=(_SIZE_INCHES[0], height), layout="constrained")
         figure.patch.set_alpha(0.0)
         axes = figure.subplots()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UsageError, with_extra
+from paceline.base.tables import in_mib, number
 
 if TYPE_CHECKING:
     from paceline.reports.charts import Chart
@@ -116,11 +117,7 @@ def commands(text: str) -> list[str]:
 def shown(value: Any) -> str:
     if value is None:
         return ""
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+    return json.dumps(value) if isinstance(value, Mapping | list) else number(value)
 
 
 def figure(name: str, value: Any) -> tuple[str, str]:
@@ -175,10 +172,4 @@ def day(text: str) -> str:
 
 def size(num_bytes: float) -> str:
     mib = num_bytes / MIB
-    return (
-        f"{mib / 1024:,.1f} GiB"
-        if mib >= 10240
-        else f"{mib:,.0f} MiB"
-        if mib >= 10
-        else f"{mib:.2g} MiB"
-    )
+    return f"{mib / 1024:,.1f} GiB" if mib >= 10240 else in_mib(num_bytes)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.document import strict
 from paceline.base.errors import UsageError
+from paceline.base.tables import three_digits
 from paceline.proof.certificate import DOCUMENT as CERTIFICATE
 from paceline.reports.diagnosis import (
     AVOIDABLE,
@@ -455,7 +456,7 @@ def _parted(
 
     drawn = charts.stacked(bars, title=f"{total}, {unit}", unit=unit)
     rows = [
-        (part, *(charts.short(bar[part]) if part in bar else "" for bar in bars.values()))
+        (part, *(three_digits(bar[part]) if part in bar else "" for bar in bars.values()))
         for part in dict.fromkeys(part for bar in bars.values() for part in bar)
     ]
     return Section(title, text, [replace(drawn, keys={})], (unit, *bars), rows)
