@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.base.temporary import temporary_folder
-from paceline.launch.process.verb_table import VerbTable
+from paceline.launch.process.heartbeats import HeartbeatTable
 
 
 @pytest.fixture(autouse=True)
@@ -115,4 +115,4 @@ def test_nothing_is_opened_that_waits_or_is_of_another_user(
         "paceline-theirs",
     }
     os.mkfifo(temporary / "paceline-verbs-mine")
-    VerbTable.of_launch("mine", 2).note(0, 1, "a.run")
+    HeartbeatTable.of_launch("mine", 2).verbs.note(0, 1, "a.run")

@@ -415,23 +415,15 @@ class TrainRequest:
 
         if restarts is None:
             restarts = RESTARTS if launcher.environment is None else 0
-        try:
-            return launcher.run(
-                body,
-                run_dir=run_dir,
-                restarts=restarts,
-                listener=controller,
-                idle=lambda board: predict_once_started(board, priced, run_dir),
-            )
-        except RankFailed as failed:
+
+        def ended(failed: RankFailed) -> None:
             for part in run_dir.glob(
                 f".{folder.PREDICTED}.*.tmp"
             ):  # the process that predicts is killed at any line
                 part.unlink()
-            if launcher.is_first:
-                folder.write_failure(run_dir, str(self.resolved.plan), failed)
-                failed.run_dir = run_dir
-            if failed.exit_code == OutOfMemory.exit_code and launcher.is_first:
+            folder.write_failure(run_dir, str(self.resolved.plan), failed)
+            failed.run_dir = run_dir
+            if failed.exit_code == OutOfMemory.exit_code:
                 what, rank = failed.failure.message.partition("\n")[0], failed.failure.rank
                 print(
                     f"rank {rank} ran {what}; looking for what would fit",
@@ -439,7 +431,15 @@ class TrainRequest:
                     flush=True,
                 )
                 print(what_would_fit(priced), file=sys.stderr, flush=True)
-            raise
+
+        return launcher.run(
+            body,
+            run_dir=run_dir,
+            restarts=restarts,
+            listener=controller,
+            idle=lambda board: predict_once_started(board, priced, run_dir),
+            ended=ended,
+        )
 
 
 def _checked(

@@ -126,13 +126,12 @@ def run(
 
         if restarts is None:
             restarts = RESTARTS if launcher.environment is None else 0
-        try:
-            figures = launcher.run(body, run_dir=run_dir, restarts=restarts)
-        except RankFailed as failed:
-            if launcher.is_first:
-                folder.write_failure(run_dir, str(resolved.plan), failed)
-                failed.run_dir = run_dir
-            raise
+
+        def ended(failed: RankFailed) -> None:
+            folder.write_failure(run_dir, str(resolved.plan), failed)
+            failed.run_dir = run_dir
+
+        figures = launcher.run(body, run_dir=run_dir, restarts=restarts, ended=ended)
         if launcher.is_first:
             figures |= {"devices": resolved.devices, "check": checked and checked.to_dict()}
             write_json(run_dir / folder.SUMMARY, figures)

@@ -138,12 +138,14 @@ class _Once(logging.Handler):
                 stream.flush()
 
 
-def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
-    """Send this rank's output to its file, and rank 0's to the terminal too. Returns the terminal
-    and the file.
+@contextmanager
+def own_log(run_dir: Path | None, rank: int) -> Iterator[tuple[TextIO, Path | None]]:
+    """Send this rank's output to its file while the block runs, and rank 0's to the terminal too.
+    Gives the terminal and the file.
 
     Without a run folder only rank 0 is heard. Nothing goes to stdout, which is for the result.
     """
+    streams, stdout = (sys.stdout, sys.stderr), os.dup(1)
     terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
     path = run_dir / "logs" / f"rank-{rank}.log" if run_dir is not None else None
     file = None
@@ -152,11 +154,16 @@ def open_log(run_dir: Path | None, rank: int) -> tuple[TextIO, Path | None]:
         file = open(path, "a", buffering=1, errors="backslashreplace")  # noqa: SIM115  # as long as the process lives
     if rank == 0:
         sys.stdout = sys.stderr = Tee(terminal, file)
-        return terminal, path
-    file = file or open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
-    _take_over(file)
-    sys.stdout = sys.stderr = Tee(None, file)
-    return terminal, path
+    else:
+        file = file or open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
+        _take_over(file, file)
+        sys.stdout = sys.stderr = Tee(None, file)
+    try:
+        yield terminal, path
+    finally:
+        with open(stdout, "w") as before:
+            _take_over(before, terminal)
+        sys.stdout, sys.stderr = streams
 
 
 def redirect(path: Path | None) -> TextIO:
@@ -164,17 +171,17 @@ def redirect(path: Path | None) -> TextIO:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path or os.devnull, "a", buffering=1, errors="backslashreplace")  # noqa: SIM115  # until the next one takes its place
-    _take_over(file)
+    _take_over(file, file)
     sys.stdout = sys.stderr = file
     return file
 
 
-def _take_over(file: TextIO) -> None:
-    """Let all that this process prints go to a file, also what libraries print by themselves."""
+def _take_over(stdout: TextIO, stderr: TextIO) -> None:
+    """Let all that this process prints go to files, also what libraries print by themselves."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
+    os.dup2(stdout.fileno(), 1)
+    os.dup2(stderr.fileno(), 2)
 
 
 def set_up_logging(terminal: TextIO, *, rank: int, store: Store | None) -> None:

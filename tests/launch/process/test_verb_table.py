@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import paceline as pl
 from paceline.launch.process.failure import RankFailed
+from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.verb_table import VerbTable
 
 
@@ -44,13 +45,18 @@ def test_ranks_that_somebody_else_started_share_a_file(
 ):
     """Each opens it; none is left behind, and what they opened goes on."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    tables = [VerbTable.of_launch("abc", 2) for _ in range(2)]
+    tables = [HeartbeatTable.of_launch("abc", 3) for _ in range(2)]
     for rank, (table, verb) in enumerate(zip(tables, ("update a", "update b"), strict=True)):
-        table.note(rank, 3, verb)
+        table.write(rank, 3, "reduce")
+        table.verbs.note(rank, 3, verb)
     for table in tables:
         table.remove()
 
-    assert "rank 1 came to update b and rank 0 to update a" in tables[0].mismatch(1, 3)
+    assert "rank 1 came to update b and rank 0 to update a" in tables[0].verbs.mismatch(1, 3)
+    assert [str(tables[0].read(rank)) for rank in range(3)] == [
+        *["step 3 (reduce)"] * 2,
+        "start (start)",
+    ]
     assert not [*tmp_path.iterdir()]
 
 

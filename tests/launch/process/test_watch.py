@@ -94,10 +94,10 @@ def test_a_peer_that_sent_what_it_may_not(monkeypatch: pytest.MonkeyPatch):
     )
     failure = watchdog.peer_loss(context, WireError("a peer sent a frame of unknown kind 99"))
     assert failure.message.startswith(
-        "rank 1 is gone: it closed its connections while this rank was in "
+        "rank 1 is gone: it closed its connections while rank 0 was in "
     )
     assert failure.message.endswith("(a peer sent a frame of unknown kind 99)")
-    assert failure.hint == watchdog._AFTER_LOSS
+    assert (failure.rank, failure.hint) == (1, watchdog._AFTER_LOSS)
 
 
 def test_a_stack_inside_a_collective_waits():

@@ -26,7 +26,6 @@ from paceline.launch.process.failure import Failure, RankFailed
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.process.rank_process import Body, run_rank, set_up_device
-from paceline.launch.process.verb_table import VerbTable
 from paceline.launch.process.watchdog import explained, within
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
@@ -143,11 +142,14 @@ def run_joined(
     run_dir: Path | None,
     timeout_s: float,
     fault_policy: FaultPolicy = ALL_NEEDED,
+    ended: Callable[[RankFailed], None] = lambda failed: None,
 ) -> Any:
     """Run `body(context)` as this rank and return its result.
 
+    ended: called on the rank that tells of a failure.
+
     Raises:
-        RankFailed: on the rank whose failure the others follow from; the others leave with its exit code.
+        RankFailed: on that rank; the others leave with the exit codes of their own failures.
     """
     joined = JoinedRank(
         environment,
@@ -156,6 +158,7 @@ def run_joined(
         attempt=attempt,
         timeout_s=timeout_s,
         fault_policy=fault_policy,
+        ended=ended,
     )
     result, failure, log = run_rank(
         body,
@@ -182,8 +185,9 @@ class JoinedRank:
         attempt: str,
         timeout_s: float,
         fault_policy: FaultPolicy = ALL_NEEDED,
+        ended: Callable[[RankFailed], None] = lambda failed: None,
     ) -> None:
-        self.environment, self.store = environment, store
+        self.environment, self.store, self.ended = environment, store, ended
         self.terminal, self.hosted_rank = sys.stderr, host_context.this_rank()
         hosted_rank = self.hosted_rank
         nonce = agree(
@@ -203,11 +207,12 @@ class JoinedRank:
         self.board, slot = (
             (hosted_rank.board, hosted_rank.slot)
             if hosted_rank is not None
-            else (HeartbeatTable(1), 0)
+            else (
+                HeartbeatTable.of_launch(attempt, environment.world_size),
+                environment.rank,
+            )
         )
         self.board.write(slot, 0, "build")  # it is watched from here on
-        if shares_verbs := hosted_rank is None and environment.local_world_size > 1:
-            self.board.verbs = VerbTable.of_launch(attempt, environment.world_size)
         self.context = RankContext(
             environment.rank,
             environment.world_size,
@@ -225,7 +230,6 @@ class JoinedRank:
             lost=self.liveness.lost if self.liveness else [],
             unreachable=self.liveness.unreachable if self.liveness else [],
             hosts=_hosts_of_ranks(store, environment, attempt),
-            verb_row=environment.rank if shares_verbs else None,
         )
         if fault_policy.uses_process_group and not device.is_limit:
             _give_copies(self.context)
@@ -240,20 +244,14 @@ class JoinedRank:
 
     def report_end(self, failure: Failure) -> None:
         """Tell of a failure that ends the process at once."""
-        self._report(failure := explained(failure, self.context, self.context.verb_row))
-        if self.hosted_rank is not None:
-            return
-        is_told = (
-            _cause_elsewhere(self.store, self.environment, _HEARD_S)
-            if failure.heard
-            else within(_HEARD_S, lambda: self.store.add("hang told", 1) != 1)
-        )
-        if not is_told:
+        self._report(failure := explained(failure, self.context))
+        if self.hosted_rank is None and not self._is_told(failure):
+            self.ended(error := RankFailed(failure))
             # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
             for stream in (
                 (sys.stderr,) if self.environment.rank == 0 else (self.terminal, sys.stderr)
             ):
-                print(f"error: {failure.describe()}", file=stream, flush=True)
+                print(f"error: {error}", file=stream, flush=True)
 
     def end(self, failure: Failure | None, log: Path | None) -> None:
         """Leave the others.
@@ -262,19 +260,26 @@ class JoinedRank:
             RankFailed: this rank failed, and the others follow from that.
         """
         if failure is not None:
-            self._report(failure := explained(failure, self.context, self.context.verb_row))
-        self.board.verbs.remove()
+            self._report(failure := explained(failure, self.context))
+        self.board.remove()
         if self.liveness:
             self.liveness.close(farewell=failure is None or failure.is_stop)
         if failure is None:
             return
-        if (
-            self.hosted_rank is None
-            and failure.heard
-            and _cause_elsewhere(self.store, self.environment, _HEARD_S)
-        ):
+        if self.hosted_rank is None and self._is_told(failure):
             sys.exit(failure.exit_code)
-        raise RankFailed(failure, log)
+        self.ended(error := RankFailed(failure, log))
+        raise error
+
+    def _is_told(self, failure: Failure) -> bool:
+        """Whether another rank tells what ended the run. Of several that failed by themselves, the first one does."""
+        if failure.heard:
+            is_told = _cause_elsewhere(self.store, self.environment, _HEARD_S)
+        else:
+            is_told = bool(within(_HEARD_S, lambda: self.store.add("told", 1) != 1))
+        if self.environment.rank == 0:
+            time.sleep(_LEAVE_S)
+        return is_told
 
 
 def _give_copies(context: RankContext) -> None:
@@ -345,10 +350,7 @@ def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) ->
             store.add("loss told", 1) != 1
         )  # nobody knows the cause: the first says what all saw
 
-    is_known = within(2 * patience_s, ask)
-    if environment.rank == 0:
-        time.sleep(_LEAVE_S)
-    return bool(is_known)  # nothing is, where the store is gone
+    return bool(within(2 * patience_s, ask))  # nothing is known where the store is gone
 
 
 def _tell_elastic_agent(failure: Failure) -> None:

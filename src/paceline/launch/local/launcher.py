@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.base.errors import UsageError
 from paceline.cluster.devices import Device
 from paceline.launch.hosts.environment import Environment
+from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.rank_process import Body
@@ -61,29 +62,35 @@ class Launcher:
         idle: Callable[[HeartbeatTable], None] | None = None,
         restarts: int = 0,
         listener: Listener | None = None,
+        ended: Callable[[RankFailed], None] = lambda failed: None,
     ) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called in a fork of this process while forked ranks work, with their signs of life.
         restarts: how often ranks that died are started again.
         listener: hears forked rank 0; inside a launcher that is this process, which needs nobody to hear it.
+        ended: called where a failure is told, before anything is raised.
 
         Raises:
-            UsageError: restarts are asked for inside a launcher, which starts ranks itself.
+            RankFailed: a rank failed. UsageError: restarts are asked for inside a launcher, which starts ranks itself.
         """
         if self.environment is None:
             from paceline.launch.local.ranks import run_local
 
-            return run_local(
-                body,
-                self.devices,
-                run_dir=run_dir,
-                timeout_s=self.timeout_s,
-                idle=idle,
-                fault_policy=self.fault_policy,
-                restarts=restarts,
-                listener=listener,
-            )[0]
+            try:
+                return run_local(
+                    body,
+                    self.devices,
+                    run_dir=run_dir,
+                    timeout_s=self.timeout_s,
+                    idle=idle,
+                    fault_policy=self.fault_policy,
+                    restarts=restarts,
+                    listener=listener,
+                )[0]
+            except RankFailed as failed:
+                ended(failed)
+                raise
         if restarts:
             raise UsageError(
                 f"restarts={restarts}: {self.environment.launcher} started this rank, not Paceline",
@@ -101,6 +108,7 @@ class Launcher:
             run_dir=run_dir,
             timeout_s=self.timeout_s,
             fault_policy=self.fault_policy,
+            ended=ended,
         )
 
     def joined(self) -> tuple[JoinedRank, Device]:

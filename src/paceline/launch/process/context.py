@@ -52,7 +52,6 @@ class RankContext:
     copies: memory for copies of the run's state, for ranks that are started again, by slot; None without restarts.
     host_copies: the same memory, where each of several hosts has its own and reads what the others have.
     is_watched: whether the process that started it looks for hangs, and ends it when it is asked to stop again.
-    verb_row: its row in the table of verbs; the slot if it is None.
     """
 
     rank: int
@@ -80,7 +79,6 @@ class RankContext:
     copies: StateCopies | None = None
     host_copies: HostCopies | None = None
     is_watched: bool = False
-    verb_row: int | None = None
 
     def beat(self, phase: str) -> None:
         """A sign of life."""
@@ -104,11 +102,18 @@ class RankContext:
 
     def note_verb(self, step: int, verb: str) -> None:
         """A verb of a step of one's own begins; step: counted from 1."""
-        self.board.verbs.note(self.slot if self.verb_row is None else self.verb_row, step, verb)
+        self.board.verbs.note(self.slot, step, verb)
 
     @property
     def sign(self) -> Heartbeat:
         return self.board.read(self.slot)
+
+    def sign_of(self, rank: int) -> Heartbeat:
+        """A rank's last sign of life; this rank's own where the other's is not on this board."""
+        if self.slot == self.rank and rank in range(self.board.num_ranks):
+            sign = self.board.read(rank)
+            return sign if sign.time_s else self.sign
+        return self.sign
 
     @property
     def dead(self) -> list[int]:

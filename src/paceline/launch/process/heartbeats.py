@@ -3,14 +3,15 @@ that gives none."""
 
 from __future__ import annotations
 
-import mmap
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from paceline.launch.process.verb_table import VerbTable
+from paceline.launch.process.verb_table import VerbTable, shared_memory
 
 PHASES = (
     "start",
@@ -44,8 +45,8 @@ class Heartbeat:
 
 
 class HeartbeatTable:
-    """One entry a rank in an anonymous shared mapping, inherited by forked ranks. Only its rank writes an entry,
-    but for the word that the rank's process died, which is its parent's.
+    """One entry a rank in memory that forked ranks inherit, or in files. Only its rank writes an entry, but for
+    the word that the rank's process died, which is its parent's.
 
     Others read it at any moment, so each word is written at once. (struct.pack_into first clears what it will write: a
     reader met times of 0, and a healthy rank was taken for one that had been silent since the machine started.)
@@ -53,11 +54,34 @@ class HeartbeatTable:
     One word more says whether the ranks have ended.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._words = memoryview(mmap.mmap(-1, (_WORDS * num_ranks + 1) * _WORD_BYTES)).cast("q")
-        self.verbs = VerbTable(num_ranks)
-        for rank in range(num_ranks):
+    def __init__(self, num_ranks: int, paths: tuple[Path, Path] | None = None) -> None:
+        """
+        Args:
+            paths: Of the files of signs and of verbs, in which only ranks that have begun have entries.
+        """
+        self.num_ranks, self._paths = num_ranks, paths or (None, None)
+        size = (_WORDS * num_ranks + 1) * _WORD_BYTES
+        self._words = memoryview(shared_memory(size, self._paths[0])).cast("q")
+        self.verbs = VerbTable(num_ranks, self._paths[1])
+        for rank in range(num_ranks) if paths is None else ():
             self.write(rank, 0, "start")
+
+    @classmethod
+    def of_launch(cls, attempt: str, num_ranks: int) -> HeartbeatTable:
+        """The table of ranks that somebody else started on this host; each of them opens it, and `remove`s it at its
+        end. attempt: names their launch. Where a file is another user's, each rank sees its own entry alone."""
+        folder = Path(tempfile.gettempdir())
+        paths = folder / f"paceline-signs-{attempt}", folder / f"paceline-verbs-{attempt}"
+        try:
+            return cls(num_ranks, paths)
+        except OSError:
+            return cls(num_ranks)
+
+    def remove(self) -> None:
+        """Take the files away; who has opened them still reads and writes the table."""
+        for path in self._paths:
+            if path is not None:
+                path.unlink(missing_ok=True)
 
     @property
     def over(self) -> bool:
@@ -90,9 +114,7 @@ class HeartbeatTable:
     @property
     def dead(self) -> list[int]:
         """The ranks that died, in their order."""
-        return [
-            rank for rank in range(len(self._words) // _WORDS) if self._words[_WORDS * rank + 3]
-        ]
+        return [rank for rank in range(self.num_ranks) if self._words[_WORDS * rank + 3]]
 
     def read(self, rank: int) -> Heartbeat:
         step, phase = divmod(self._words[_WORDS * rank], len(PHASES))

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from paceline.base.logs import open_log, set_up_logging
+from paceline.base.logs import own_log, set_up_logging
 from paceline.base.long_work import long_work
 from paceline.cluster.cluster import threads_of_a_rank
 from paceline.cluster.devices import Device
@@ -47,20 +47,17 @@ def run_rank(
     Returns:
         The body's result, or its failure; and the rank's log.
     """
-    terminal, log = open_log(run_dir, context.rank)
-    result, failure = run_body(
-        body,
-        context,
-        device=device,
-        make_store=make_store,
-        terminal=terminal,
-        log=log,
-        report=report,
-        fault_policy=fault_policy,
-    )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.stdout = sys.stderr = terminal
+    with own_log(run_dir, context.rank) as (terminal, log):
+        result, failure = run_body(
+            body,
+            context,
+            device=device,
+            make_store=make_store,
+            terminal=terminal,
+            log=log,
+            report=report,
+            fault_policy=fault_policy,
+        )
     return result, failure, log
 
 
@@ -102,8 +99,8 @@ def run_body(
     except BaseException as error:
         failure = peer_loss(context, error)
         # After a restart the table also has the verbs of the step's first try, so it is asked in this case alone.
-        if getattr(error, "is_mismatch", False) and context.slot == context.rank:
-            failure = explained(failure, context, context.slot)
+        if getattr(error, "is_mismatch", False):
+            failure = explained(failure, context)
         _write_trace(error, log)
         return None, failure
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from pathlib import Path
 
 from paceline.base.temporary import open_own
@@ -14,6 +13,18 @@ _STEP_BYTES, _TEXT_BYTES = (
     8,
     1016,
 )  # of an entry: its step, and its verbs; more verbs than fit are left out
+
+
+def shared_memory(size: int, path: Path | None) -> mmap.mmap:
+    """Memory of zeros that processes share: those that map the file or, without one, forks of this process."""
+    if path is None:
+        return mmap.mmap(-1, size)
+    file = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(file, size)
+        return mmap.mmap(file, size)
+    finally:
+        os.close(file)
 
 
 class VerbTable:
@@ -27,31 +38,8 @@ class VerbTable:
         Args:
             path: Of a file that the ranks share; without one, those that are forked from this process share its memory.
         """
-        self.num_ranks, self.path = num_ranks, path
-        size = num_ranks * _STEPS * (_STEP_BYTES + _TEXT_BYTES)
-        if path is None:
-            self._memory = mmap.mmap(-1, size)
-            return
-        file = open_own(path, os.O_RDWR | os.O_CREAT)
-        try:
-            os.ftruncate(file, size)
-            self._memory = mmap.mmap(file, size)
-        finally:
-            os.close(file)
-
-    @classmethod
-    def of_launch(cls, attempt: str, num_ranks: int) -> VerbTable:
-        """The table of ranks that somebody else started on this host; each of them opens it, and `remove`s it at its
-        end. attempt: names their launch. Where the file is another user's, each rank sees its own verbs alone."""
-        try:
-            return cls(num_ranks, Path(tempfile.gettempdir()) / f"paceline-verbs-{attempt}")
-        except OSError:
-            return cls(num_ranks)
-
-    def remove(self) -> None:
-        """Take the file away; who has opened it still reads and writes the table."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        self.num_ranks = num_ranks
+        self._memory = shared_memory(num_ranks * _STEPS * (_STEP_BYTES + _TEXT_BYTES), path)
 
     def note(self, rank: int, step: int, verb: str) -> None:
         """Rank `rank` calls `verb` in step `step`, counted from 1."""

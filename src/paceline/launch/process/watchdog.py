@@ -97,24 +97,17 @@ class Watchdog:
 
     def _loss(self) -> Failure:
         """The report of a rank that can't go on without one that died."""
-        context = self.context
-        error = PeerLost(
-            f"rank {context.lost[0]} is gone: its process or its host ended while this rank was in "
-            f"{context.sign}",
-            hint=_AFTER_LOSS,
-        )
-        return replace(failure_of(error, rank=context.rank, sign=context.sign), heard=True)
+        gone = self.context.lost[:1]
+        return _loss(self.context, gone, "its process or its host ended")
 
     def _silence(self, lost: int) -> Failure:
         """The report of a rank whose host gave no answer, which nobody else can give."""
-        context = self.context
-        host = context.hosts[lost] if context.hosts else ""
-        error = PeerLost(
-            f"it can't be reached: its host gave no answer for {silence_s(self.timeout_s):g} s",
+        return replace(
+            _loss(self.context, [lost], ""),
+            message=f"it can't be reached: its host gave no answer for {silence_s(self.timeout_s):g} s",
             hint="is the host down, or its network? --resume goes on from the last checkpoint",
-            rank=lost,
+            heard=False,
         )
-        return replace(failure_of(error, rank=lost, sign=context.sign), host=host)
 
     def _ask_around(self) -> Failure | None:
         """Say where this rank is, hear where the others are, and name the culprit. None where nobody waits: rank 0
@@ -313,14 +306,11 @@ def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def explained(failure: Failure, context: RankContext, row: int | None) -> Failure:
-    """What a rank that fell with others can say of the cause, where ranks called different verbs.
-
-    row: this rank's in the table of verbs; None where the table's rows are not ranks.
-    """
-    if row is None or not failure.heard:
+def explained(failure: Failure, context: RankContext) -> Failure:
+    """What a rank that fell with others can say of the cause, where ranks called different verbs."""
+    if context.slot != context.rank or not failure.heard:  # the table's rows are not ranks
         return failure
-    mismatch = context.board.verbs.mismatch(row, failure.step)
+    mismatch = context.board.verbs.mismatch(context.slot, context.sign.step)
     return different_verbs(context.rank, mismatch, context.sign) if mismatch else failure
 
 
@@ -350,12 +340,17 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
         return failure
     # A torn connection says no more than that. What a peer sent wrongly says more.
     why = f" ({error.args[0]})" if isinstance(error, PacelineError) and error.args else ""
-    message = f"rank {_listed(gone)} is gone: it closed its connections while this rank was in {context.sign}{why}"
-    return replace(
-        failure,
-        kind=PeerLost.__name__,
-        message=message,
+    failure = _loss(context, gone, "it closed its connections")
+    return replace(failure, message=failure.message + why)
+
+
+def _loss(context: RankContext, gone: list[int], how: str) -> Failure:
+    """The report of a rank that can't go on without others, in the name of the first of them."""
+    error = PeerLost(
+        f"rank {_listed(gone)} is gone: {how} while rank {context.rank} was in {context.sign}",
         hint=_AFTER_LOSS,
-        where="",
-        trace="",
+        heard=True,
+        rank=gone[0],
     )
+    failure = failure_of(error, rank=context.rank, sign=context.sign_of(gone[0]))
+    return replace(failure, host=context.hosts[gone[0]]) if context.hosts else failure
