@@ -140,15 +140,10 @@ def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         def rank(number: int) -> None:
             environment = Environment("Slurm", number, count, number, count, "127.0.0.1", port)
             store = launcher_rank.join(environment, timeout_s=200)
-            launcher_rank.run_joined(
-                body,
-                environment,
-                device,
-                store=store,
-                attempt="first",
-                run_dir=None,
-                timeout_s=timeout_s,
+            joined = launcher_rank.JoinedRank(
+                environment, device, store=store, attempt="first", timeout_s=timeout_s
             )
+            launcher_rank.run_joined(body, joined, device, run_dir=None)
 
         return [start_child(lambda number=number: rank(number)) for number in range(count)]
 

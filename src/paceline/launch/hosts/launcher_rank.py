@@ -134,37 +134,22 @@ def _wait(store: Any, environment: Environment, key: str, *, timeout_s: float) -
 
 def run_joined(
     body: Body,
-    environment: Environment,
+    joined: JoinedRank,
     device: Device,
     *,
-    store: Any,
-    attempt: str,
     run_dir: Path | None,
-    timeout_s: float,
     fault_policy: FaultPolicy = ALL_NEEDED,
-    ended: Callable[[RankFailed], None] = lambda failed: None,
 ) -> Any:
     """Run `body(context)` as this rank and return its result.
 
-    ended: called on the rank that tells of a failure.
-
     Raises:
-        RankFailed: on that rank; the others leave with the exit codes of their own failures.
+        RankFailed: on the rank that tells of a failure; the others leave with the exit codes of their own failures.
     """
-    joined = JoinedRank(
-        environment,
-        device,
-        store=store,
-        attempt=attempt,
-        timeout_s=timeout_s,
-        fault_policy=fault_policy,
-        ended=ended,
-    )
     result, failure, log = run_rank(
         body,
         joined.context,
         device,
-        make_store=lambda: store,
+        make_store=lambda: joined.store,
         run_dir=run_dir,
         report=joined.report_end,
         fault_policy=fault_policy,

@@ -98,21 +98,16 @@ class Launcher:
             )
         from paceline.launch.hosts.launcher_rank import run_joined
 
-        attempt = self.agree("attempt", lambda: uuid.uuid4().hex[:12])
-        return run_joined(
-            body,
-            self.environment,
-            self.devices[self.environment.local_rank % len(self.devices)],
-            store=self._store,
-            attempt=attempt,
-            run_dir=run_dir,
-            timeout_s=self.timeout_s,
-            fault_policy=self.fault_policy,
-            ended=ended,
-        )
+        rank, device = self.joined(ended)
+        return run_joined(body, rank, device, run_dir=run_dir, fault_policy=self.fault_policy)
 
-    def joined(self) -> tuple[JoinedRank, Device]:
-        """Join the other ranks of a launcher without a body: this process's own code goes on. Collective."""
+    def joined(
+        self, ended: Callable[[RankFailed], None] = lambda failed: None
+    ) -> tuple[JoinedRank, Device]:
+        """Join the other ranks of a launcher. Collective.
+
+        ended: called on the rank that tells of a failure.
+        """
         from paceline.launch.hosts.launcher_rank import JoinedRank
 
         assert self.environment is not None
@@ -125,5 +120,6 @@ class Launcher:
             attempt=attempt,
             timeout_s=self.timeout_s,
             fault_policy=self.fault_policy,
+            ended=ended,
         )
         return rank, device
