@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -173,7 +174,11 @@ class JoinedRank:
         ended: Callable[[RankFailed], None] = lambda failed: None,
     ) -> None:
         self.environment, self.store, self.ended = environment, store, ended
-        self.terminal, self.hosted_rank = sys.stderr, host_context.this_rank()
+        # The watchdog tells in a thread of its own, while the body may end for the same reason.
+        self._telling = threading.RLock()
+        self.hosted_rank = host_context.this_rank()
+        # What is later printed to descriptor 2 goes to the rank's log.
+        self._terminal = os.dup(2)
         hosted_rank = self.hosted_rank
         nonce = agree(
             store,
@@ -230,13 +235,13 @@ class JoinedRank:
     def report_end(self, failure: Failure) -> None:
         """Tell of a failure that ends the process at once."""
         self._report(failure := explained(failure, self.context))
-        if self.hosted_rank is None and not self._is_told(failure):
-            self.ended(error := RankFailed(failure))
-            # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
-            for stream in (
-                (sys.stderr,) if self.environment.rank == 0 else (self.terminal, sys.stderr)
-            ):
-                print(f"error: {error}", file=stream, flush=True)
+        with self._telling:
+            if self.hosted_rank is None and not self._is_told(failure):
+                self.ended(error := RankFailed(failure))
+                print(text := f"error: {error}", file=sys.stderr, flush=True)
+                # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
+                if self.environment.rank:
+                    os.write(self._terminal, f"{text}\n".encode(errors="backslashreplace"))
 
     def end(self, failure: Failure | None, log: Path | None) -> None:
         """Leave the others.
@@ -251,9 +256,10 @@ class JoinedRank:
             self.liveness.close(farewell=failure is None or failure.is_stop)
         if failure is None:
             return
-        if self.hosted_rank is None and self._is_told(failure):
-            sys.exit(failure.exit_code)
-        self.ended(error := RankFailed(failure, log))
+        with self._telling:
+            if self.hosted_rank is None and self._is_told(failure):
+                sys.exit(failure.exit_code)
+            self.ended(error := RankFailed(failure, log))
         raise error
 
     def _is_told(self, failure: Failure) -> bool:
