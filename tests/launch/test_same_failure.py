@@ -61,7 +61,7 @@ KINDS = {
         "out_of_memory",
     ),
 }
-WORDS = {"hang": ["--timeout", "4"], "memory": ["--memory", "700MiB"]}
+WORDS = {"hang": ["--timeout", "10"], "memory": ["--memory", "700MiB"]}
 
 
 def variables(launcher: str, rank: int, port: int) -> dict[str, str]:
