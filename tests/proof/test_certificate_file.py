@@ -56,6 +56,7 @@ def test_a_certificate_says_what_was_compared(tmp_path: Path) -> None:
         spread = document["yardstick"][precision["precision"]]["weight"]
         assert worst["name"] == precision["worst_param"] and worst["diff"] <= worst["tolerance"]
         assert 0 < spread["spread"] * 10 <= spread["tolerance"] and spread["step"] in (1, 2)
+    assert max(map(len, returned[0].describe().splitlines())) <= 100  # columns of the suite
     text = (run / "certificate.txt").read_text()
     assert max(map(len, text.splitlines())) <= WIDTH
     for words in (

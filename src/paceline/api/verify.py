@@ -21,6 +21,7 @@ from paceline.base.errors import (
     with_hint,
 )
 from paceline.base.signatures import renamed
+from paceline.base.tables import wrapped
 from paceline.base.temporary import temporary_folder
 from paceline.cluster.accelerators import gpus, unused
 from paceline.cluster.cluster import Cluster
@@ -175,7 +176,8 @@ class Certificate:
             f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
             for v in self.verdicts
         )
-        lines = [f"{certificate.MARKS[self.verdict]:<7} {self.plan:<36} {figures}".rstrip()]
+        verdict = f"{certificate.MARKS[self.verdict]:<7} {self.plan:<36} {figures}"
+        lines = [wrapped(verdict.rstrip(), indent=8)]
         for remark in (self.reason, self.overflow, self.note):
             lines += [f"        {line}".rstrip() for line in (remark or "").splitlines()]
         return "\n".join(lines)
