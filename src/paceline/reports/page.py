@@ -74,11 +74,7 @@ def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | No
     target = to or path / REPORT
     prepare(target)
     text = page(path, alternatives or Alternatives())
-    folder.writable(target.parent)
-    from paceline.base.files import write_text
-
-    write_text(target, text)
-    return target
+    return folder.write_page(target, text)
 
 
 def page(path: Path, alternatives: Alternatives) -> str:

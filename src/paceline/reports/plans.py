@@ -32,8 +32,6 @@ def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
     Raises:
         UsageError: see `prepare`.
     """
-    from paceline.base.files import write_text
-
     prepare(to)
     text = Page(
         f"plans on {answer['cluster']}",
@@ -43,9 +41,7 @@ def write(answer: Mapping[str, Any], to: Path, *, command: str) -> Path:
         list(_sections(answer)),
         answer,
     ).text()
-    folder.writable(to.parent)
-    write_text(to, text)
-    return to
+    return folder.write_page(to, text)
 
 
 def _verdict(answer: Mapping[str, Any], command: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import PacelineError, PeerLost, UsageError
-from paceline.base.files import remove, write_json
+from paceline.base.files import remove, write_json, write_text
 from paceline.launch.process.failure import RankFailed
 
 # The files that a run writes into its folder. `check_free` takes any of these as the sign of an
@@ -121,6 +121,23 @@ def writable(folder: Path) -> Path:
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
+
+
+def write_page(path: Path, text: str) -> Path:
+    """Write a page where the user wants it, and return its path. Its folder is created if it
+    doesn't exist.
+
+    Raises:
+        UsageError: the folder or the file can't be written.
+    """
+    writable(path.parent)
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UsageError(
+            f"can't write {path}: {error.strerror}", hint="--output names another file"
+        ) from error
+    return path
 
 
 @contextmanager
