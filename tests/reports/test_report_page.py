@@ -405,8 +405,10 @@ def test_a_page_replaces_pages_alone(tmp_path: Path, name: str, monkeypatch: pyt
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a folder in which nobody can write")
 def test_a_page_that_the_system_does_not_let_write_is_told(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"can't write /proc/page\.html: No such file"):
-        paceline.report(written(tmp_path), output="/proc/page.html", other_plans=False)
+    run = written(tmp_path)
+    for name in ("page.html", "folder/page.html"):
+        with pytest.raises(UsageError, match=rf"can't write the page /proc/{name}: No such file"):
+            paceline.report(run, output=f"/proc/{name}", other_plans=False)
 
 
 def test_what_is_missing_is_told_before_plans_are_priced(

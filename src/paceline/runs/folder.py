@@ -130,12 +130,12 @@ def write_page(path: Path, text: str) -> Path:
     Raises:
         UsageError: the folder or the file can't be written.
     """
-    writable(path.parent)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     except OSError as error:
         raise UsageError(
-            f"can't write {path}: {error.strerror}", hint="--output names another file"
+            f"can't write the page {path}: {error.strerror}", hint="name another file"
         ) from error
     return path
 
