@@ -28,6 +28,7 @@ from paceline.job.file import JobFile
 from paceline.launch.hosts.nodes import STARTED
 from paceline.launch.hosts.shared_files import marked
 from paceline.launch.process.failure import Failure, RankFailed
+from paceline.launch.process.fault_policy import RestartPolicy
 from paceline.launch.process.messages import Message
 from paceline.ray import node_ranks
 from paceline.ray import training as ray_training
@@ -235,22 +236,21 @@ def test_nodes_that_do_not_come_back_are_waited_for_in_vain(
     monkeypatch.setattr(ray_training, "nodes_now", lambda address: nodes(1))
     run = RayRun("auto", FILE, pl.Plan.parse("data=2"), tmp_path, {}, timeout_s=0.05)
     with pytest.raises(PeerLost, match=r"10\.0\.0\.0 \(1\), have too few(?s:.*)--resume"):
-        ray_training._Attempts(run, 1).run_once()
+        ray_training._Attempts(run, RestartPolicy(1)).run_once()
     assert capsys.readouterr().err.count("waiting") == 1
 
 
 def test_restarts_end_where_nothing_is_gained(tmp_path: Path):
     """A third start in a row that comes no further than the first; or none is left."""
-    attempts = ray_training._Attempts(
-        RayRun("auto", FILE, pl.Plan(), tmp_path, {}, 1.0), restarts=10
-    )
+    run = RayRun("auto", FILE, pl.Plan(), tmp_path, {}, 1.0)
+    attempts = ray_training._Attempts(run, RestartPolicy(10))
     (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n{"st')
     for _ in range(3):
         attempts._note_restart("node b is lost")
     with pytest.raises(PeerLost, match="no further than step 4"):
         attempts._note_restart("node b is lost")
     with pytest.raises(PeerLost, match="no restarts are left"):
-        ray_training._Attempts(attempts.run, restarts=0)._note_restart("node b is lost")
+        ray_training._Attempts(run, RestartPolicy(0))._note_restart("node b is lost")
 
 
 # --- A node -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from paceline.launch.hosts.environment import refuse_tls
 from paceline.launch.hosts.nodes import NodeTransport, answers_to_greetings
 from paceline.launch.hosts.shared_files import marked
 from paceline.launch.process.failure import Failure, cause_of, ended_by
-from paceline.launch.process.fault_policy import FRUITLESS_RESTARTS, RESTARTS
+from paceline.launch.process.fault_policy import RESTARTS, RestartPolicy
 from paceline.launch.process.messages import Message
 from paceline.planner.resolve import default_plan
 from paceline.ray.node_ranks import TrainingGreeting
@@ -153,7 +153,7 @@ class RayRun:
         is_new = not self.run_dir.exists()
         folder.check_free(self.run_dir, resume=bool(self.options.get("resume")))
         folder.writable(self.run_dir)
-        attempts = _Attempts(self, RESTARTS if restarts is None else restarts)
+        attempts = _Attempts(self, RestartPolicy(RESTARTS if restarts is None else restarts))
         try:
             with (
                 connected(self.address),
@@ -209,11 +209,9 @@ class _Attempts:
     """The consecutive starts of the ranks of a run."""
 
     run: RayRun
-    restarts: int
+    restarts: RestartPolicy
     interrupted: list[int] = field(default_factory=list)  # signals that asked to stop
     num_starts: int = 0
-    furthest: int = -1  # the last step that any start has reached
-    fruitless: int = 0  # consecutive starts that came no further
 
     def run_once(self) -> bool:
         """Run the ranks once. Return whether the run is over."""
@@ -318,22 +316,12 @@ class _Attempts:
             PeerLost: ranks were lost too often, or came no further.
             Preempted: the run was asked to stop.
         """
-        step = _steps(self.run.run_dir)
-        self.fruitless = 0 if step > self.furthest else self.fruitless + 1
-        self.furthest = max(self.furthest, step)
         if self.interrupted:
             raise _stop(self.interrupted[0])
-        if not self.restarts or self.fruitless > FRUITLESS_RESTARTS:
-            raise PeerLost(
-                why,
-                hint="no restarts are left"
-                if not self.restarts
-                else f"{self.fruitless} starts in a row came no further than step {self.furthest}",
-            )
-        self.restarts -= 1
-        _tell(
-            f"{why}; all ranks start again ({self.restarts} restart{'s' * (self.restarts != 1)} left)"
-        )
+        step = _steps(self.run.run_dir)
+        if hint := self.restarts.why_not(step):
+            raise PeerLost(why, hint=hint)
+        _tell(f"{why}; all ranks start again {self.restarts.count(step)}")
 
 
 @dataclass
@@ -449,7 +437,7 @@ def _variables(
 
 
 def _steps(run_dir: Path) -> int:
-    """Return the step that the run has reached, by its last whole line of metrics; -1 without
+    """Return the step that the run has reached, by its last whole line of metrics; 0 without
     any.
     """
     metrics = run_dir / folder.METRICS
@@ -459,7 +447,7 @@ def _steps(run_dir: Path) -> int:
             return int(json.loads(line)["step"])
         except (ValueError, LookupError, TypeError):
             continue
-    return -1
+    return 0
 
 
 def _stop(number: int) -> PacelineError:

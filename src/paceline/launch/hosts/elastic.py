@@ -47,7 +47,7 @@ from paceline.launch.hosts.keeper import MeetingPlace
 from paceline.launch.hosts.rendezvous_state import JsonBackend
 from paceline.launch.process import host_context
 from paceline.launch.process.failure import Failure, RankFailed, cause_of, failure_of, killed
-from paceline.launch.process.fault_policy import FRUITLESS_RESTARTS, JOIN_S
+from paceline.launch.process.fault_policy import JOIN_S, RestartPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line, Message
 from paceline.launch.process.outside_watch import OutsideWatch
@@ -184,7 +184,7 @@ class _ElasticHost:
         self.meeting, self.place, self.num_ranks = meeting, meeting.place, num_ranks
         self.watch, self.processes = watch, processes
         self.board, self.copies = shared.board, shared.copies
-        self.patience_s, self.restarts = patience_s, restarts
+        self.patience_s, self.restarts = patience_s, RestartPolicy(restarts)
         self.silence_s = meeting.silence_s
         self.timeouts = _Timeouts(self.silence_s)
         self.interrupted: list[int] = []
@@ -249,7 +249,6 @@ class _ElasticHost:
                 self.num_ranks,
                 handler,
                 entrypoint=_RUN,
-                max_restarts=self.restarts,
                 monitor_interval=_MONITOR_S,
             ),
             self,
@@ -311,7 +310,6 @@ class _Agent(SimpleElasticAgent):
         self._stopping_s: float | None = None
         self._first_rank = 0
         self._has_told = False
-        self._furthest, self._fruitless = -1, 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         host, store, place = self.host, worker_group.store, self.host.place
@@ -475,20 +473,13 @@ class _Agent(SimpleElasticAgent):
 
     def _failed(self, cause: Failure) -> RunResult:
         """Let torch's loop start the ranks again, if that can help."""
-        self.cause = cause
-        is_further = cause.step > self._furthest
-        self._furthest, self._fruitless = (
-            max(cause.step, self._furthest),
-            0 if is_further else self._fruitless + 1,
+        self.cause, restarts = cause, self.host.restarts
+        may_restart = (
+            cause.exit_code == PeerLost.exit_code
+            and not self.host.interrupted
+            and not restarts.why_not(cause.step)
         )
-        if (
-            cause.exit_code != PeerLost.exit_code
-            or self._fruitless > FRUITLESS_RESTARTS
-            or self.host.interrupted
-        ):
-            self._remaining_restarts = 0
-        if self._remaining_restarts:
-            restarts_left = self._remaining_restarts - 1
+        if may_restart:
             if cause.trace:
                 print(cause.describe(), file=sys.stderr)
             culprit = (
@@ -496,11 +487,14 @@ class _Agent(SimpleElasticAgent):
             )  # who only heard names the other
             why = cause.message.partition("\n")[0]
             print(
-                f"{culprit}{why}; all ranks start again "
-                f"({restarts_left} restart{'s' * (restarts_left != 1)} left)",
+                f"{culprit}{why}; all ranks start again {restarts.count(cause.step)}",
                 file=sys.stderr,
                 flush=True,
             )
+        return self._ended_run(may_restart)
+
+    def _ended_run(self, may_restart: bool) -> RunResult:
+        self._remaining_restarts = int(may_restart)  # torch's loop takes it off again
         return RunResult(WorkerState.FAILED)
 
     def _stopped(self) -> RunResult:
@@ -508,10 +502,7 @@ class _Agent(SimpleElasticAgent):
         self.cause = cause_of(list(self._failures.values()))
         if self.host.interrupted:
             self.cause = self.cause.asked_by(self.host.interrupted[0])
-            self._remaining_restarts = 0
-        else:
-            self._remaining_restarts += 1  # torch's loop takes it off again
-        return RunResult(WorkerState.FAILED)
+        return self._ended_run(not self.host.interrupted)
 
 
 def _reported_failures(store: Any, num_hosts: int) -> list[Failure]:

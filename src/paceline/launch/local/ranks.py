@@ -32,7 +32,7 @@ from paceline.launch.process.failure import (
     killed,
     stopped,
 )
-from paceline.launch.process.fault_policy import ALL_NEEDED, FRUITLESS_RESTARTS, FaultPolicy
+from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy, RestartPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.process.memory_store import StateCopies
 from paceline.launch.process.messages import Line, Message, RanksGone
@@ -83,7 +83,7 @@ class _Launch:
 
     listener: hears the first rank.
     watch: looks for hangs. copies: of the run's state, for ranks that are started again.
-    name: of this launch. starts, deaths, restarts: of all ranks until now, of each rank, and those that are left.
+    name: of this launch. num_starts, deaths: of all ranks until now, and of each rank.
     """
 
     body: Body
@@ -94,7 +94,7 @@ class _Launch:
     run_dir: Path | None
     timeout_s: float
     fault_policy: FaultPolicy
-    restarts: int
+    restarts: RestartPolicy
     deaths: tuple[int, ...]
     copies: StateCopies | None
     listener: Listener | None = None
@@ -152,7 +152,7 @@ def run_local(
             run_dir,
             timeout_s,
             fault_policy,
-            restarts,
+            RestartPolicy(restarts),
             (0,) * len(devices),
             copies,
             listener,
@@ -269,8 +269,6 @@ class _Ranks:
             range(len(self.of))
         )  # of each rank, its number among devices and spares
         self.num_spares = len(launch.fault_policy.spares)  # that are left, the last ones
-        self.furthest = [-1] * len(self.of)  # step at which each rank died
-        self.fruitless = [0] * len(self.of)  # deaths of each rank in a row that came no further
 
     def start_all(self) -> None:
         self.launch = replace(self.launch, num_starts=self.launch.num_starts + 1)
@@ -296,7 +294,7 @@ class _Ranks:
                         "device": self.devices[number],
                         "num_starts": launch.num_starts,
                         "deaths": launch.deaths,
-                        "restarts": launch.restarts,
+                        "restarts": launch.restarts.left,
                     },
                 ),
             )
@@ -336,27 +334,15 @@ class _Ranks:
         may_help = failure.kind == PeerLost.__name__ or (
             failure.lost_device and self.num_spares > 0
         )
-        can = (
-            self.launch.restarts > 0 and not self.interrupted and not self.processes.is_server_lost
-        )
-        return (
-            may_help
-            and can
-            and (
-                self.fruitless[failure.rank] < FRUITLESS_RESTARTS
-                or failure.step > self.furthest[failure.rank]
-            )
-        )
+        can = not self.interrupted and not self.processes.is_server_lost
+        return may_help and can and not self.launch.restarts.why_not(failure.step, failure.rank)
 
     def _note_restart(self, lost: set[int], failure: Failure, measure: str) -> None:
         """Count a restart and say why."""
-        restarts = self.launch.restarts - 1
-        rank, is_further = failure.rank, failure.step > self.furthest[failure.rank]
-        self.fruitless[rank] = 0 if is_further else self.fruitless[rank] + 1
-        self.furthest[rank] = max(self.furthest[rank], failure.step)
+        rank = failure.rank
+        left = self.launch.restarts.count(failure.step, rank)
         self.launch = replace(
             self.launch,
-            restarts=restarts,
             deaths=tuple(
                 deaths + (number in lost) for number, deaths in enumerate(self.launch.deaths)
             ),
@@ -364,11 +350,7 @@ class _Ranks:
         why = re.sub(rf"^rank {rank}\b(?!,)", "it", failure.message.partition("\n")[0])
         if failure.trace:
             print(failure.describe(), file=sys.stderr)
-        print(
-            f"rank {rank}: {why}; {measure} ({restarts} restart{'s' * (restarts != 1)} left)",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"rank {rank}: {why}; {measure} {left}", file=sys.stderr, flush=True)
 
     def _cause(self) -> Failure | None:
         """What ends the run before its time: not an optional rank that is merely gone, but an error of any rank."""
@@ -439,7 +421,7 @@ class _Ranks:
             elif (
                 not rank.finished
                 and silent_s > self.launch.timeout_s + _SPEAK_S
-                and self.launch.restarts
+                and self.launch.restarts.left
                 and not self.interrupted
             ):
                 self.processes.signal(signal.SIGKILL, [number])
