@@ -4,7 +4,6 @@ recompilations."""
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-import torch.distributed as dist
 
 from paceline.base.logs import logger
 from paceline.base.temporary import open_own
+from paceline.launch.collectives.values import values_of_all
 from paceline.strategies.synchroniser import Synchroniser
 from paceline.torch_private.inductor import cache_folder
 
@@ -153,7 +152,9 @@ class CompilationWatch(Synchroniser):
         The seconds are those of the rank that compiled longest.
         """
         ranks = (
-            _of_all_ranks(self.figures(), self.device) if self.num_ranks > 1 else [self.figures()]
+            values_of_all(self.figures(), device=self.device)
+            if self.num_ranks > 1
+            else [self.figures()]
         )
         return {
             "compile": {
@@ -197,19 +198,3 @@ def _begun(compilation: CallbackArgs) -> None:
 def _ended(compilation: CallbackArgs) -> None:
     if _listener is not None:
         _listener.end_compiling(compilation)
-
-
-def _of_all_ranks(figures: dict[str, Any], device: torch.device) -> list[dict[str, Any]]:
-    """Return the figures of all ranks, by rank. Collective."""
-    text_here = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8).to(
-        device
-    )
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([text_here.numel()], device=device))
-    most = max(int(size) for size in sizes)
-    texts = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(text_here, (0, most - text_here.numel())))
-    return [
-        json.loads(bytes(text[: int(size)].tolist()))
-        for text, size in zip(texts, sizes, strict=True)
-    ]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-
 from paceline.checkpoint.read import Checkpoint
+from paceline.launch.collectives.values import value_of_one
 from paceline.launch.hosts.host_copies import HostCopies
 from paceline.training import state
 from paceline.training.parts import copied_state, drift
@@ -133,20 +131,15 @@ class Copies(RunPart):
             return run.document() | {"figures": run.figures(), "callbacks": states}
         answer = self.callbacks.states()
         self.callbacks.heed(answer)
-        data = bytearray(b" ")
+        document: dict[str, Any] | None = None
         if context.rank == 0:
             document = run.document() | {
                 "figures": run.figures(),
                 "callbacks": answer.get("callbacks"),
             }
-            data = bytearray(json.dumps(document).encode())
         if context.world_size > 1:
-            sent = torch.frombuffer(data.ljust(run.greatest(len(data))), dtype=torch.uint8).to(
-                context.device
-            )
-            torch.distributed.broadcast(sent, 0)
-            data = bytearray(sent.cpu().numpy())
-        return json.loads(data) if context.slot == 0 else None
+            document = value_of_one(document, 0, device=context.device)
+        return document if context.slot == 0 else None
 
 
 def _copier(run: TrainingRun) -> Copier | None:

@@ -5,15 +5,16 @@ attributes of modules.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.base.logs import logger
+from paceline.launch.collectives.values import values_of_all
 from paceline.model.attributes import OF_TORCH, is_plain, plain_attributes
 from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.forward_state import ForwardState, MappingSnapshot
@@ -280,15 +281,7 @@ def _greatest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 
 def union_of_names(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
     """Return the names of all ranks of a group, in the same order on all of them. Collective."""
-    text_here = torch.frombuffer(bytearray(json.dumps(list(names)).encode()), dtype=torch.uint8)
-    size = int(_greatest([float(len(text_here))], group)[0])
-    padded = torch.full((size,), ord(" "), dtype=torch.uint8)
-    padded[: len(text_here)] = text_here
-    everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, padded, group=group)
-    return list(
-        dict.fromkeys(name for text in everyone for name in json.loads(bytes(text.tolist())))
-    )
+    return list(dict.fromkeys(chain(*values_of_all(list(names), group))))
 
 
 def _meet(
