@@ -7,12 +7,39 @@ from pathlib import Path
 
 from paceline.base.files import write_json
 from paceline.job.file import JobFile
+from paceline.launch.local.launcher import Launcher
 from paceline.planner.resolve import Resolved
 from paceline.runs import folder
 from paceline.runs.provenance import origin
 
 
-def claim(
+def agreed_folder(
+    launcher: Launcher,
+    claims: ExitStack,
+    run: str | Path | None,
+    resolved: Resolved,
+    source: JobFile | Path | None,
+    *,
+    resume: bool,
+    timeout_s: float,
+) -> tuple[Path, bool]:
+    """Claim the run folder by the first host, and return it with whether the run goes on. Collective
+    over hosts. See `_claim`.
+
+    Args:
+        timeout_s: Seconds to wait until lost ranks end, if a launcher has started this one again.
+    """
+    is_again = launcher.environment is not None and launcher.environment.num_starts > 1
+    is_resumed = resume or is_again
+    lost_s = timeout_s if is_again else 0.0
+    run_dir = launcher.agree(
+        "run folder",
+        lambda: _claim(claims, run, resolved, source, resume=is_resumed, lost_s=lost_s),
+    )
+    return Path(run_dir), is_resumed
+
+
+def _claim(
     claims: ExitStack,
     run: str | Path | None,
     resolved: Resolved,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.api.claims import claim
+from paceline.api.claims import agreed_folder
 from paceline.api.plan_choice import PlanChoice, is_auto
 from paceline.api.prediction import Priced, predict_once_started, price, sum_up, what_would_fit
 from paceline.api.result import Result
@@ -308,20 +308,14 @@ class TrainRequest:
             fault_policy=replace(fault_policy(resolved.plan), spares=self.spares),
         )
         launcher.agree("job", lambda: str(refuse_early(job, resolved.plan, on_spike)))
-        is_again = launcher.environment is not None and launcher.environment.num_starts > 1
-        is_resumed = options.get("resume", False) or is_again
-        run_dir = Path(
-            launcher.agree(
-                "run folder",
-                lambda: claim(
-                    claims,
-                    run,
-                    resolved,
-                    self.source,
-                    resume=is_resumed,
-                    lost_s=timeout_s if is_again else 0.0,
-                ),
-            )
+        run_dir, _ = agreed_folder(
+            launcher,
+            claims,
+            run,
+            resolved,
+            self.source,
+            resume=options.get("resume", False),
+            timeout_s=timeout_s,
         )
         if launcher.is_first:
             print(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.api.claims import claim
+from paceline.api.claims import agreed_folder
 from paceline.attached.script import run_script
 from paceline.attached.session import ScriptProcess
 from paceline.base.errors import UsageError
@@ -82,21 +82,9 @@ def run(
     if launcher.is_first:
         for logger in loggers:
             logger.check()
-    is_again = launcher.environment is not None and launcher.environment.num_starts > 1
-    is_resumed = resume or is_again
     with ExitStack() as claims:
-        run_dir = Path(
-            launcher.agree(
-                "run folder",
-                lambda: claim(
-                    claims,
-                    run,
-                    resolved,
-                    path,
-                    resume=is_resumed,
-                    lost_s=timeout_s if is_again else 0.0,
-                ),
-            )
+        run_dir, is_resumed = agreed_folder(
+            launcher, claims, run, resolved, path, resume=resume, timeout_s=timeout_s
         )
         if launcher.is_first:
             print(
