@@ -61,17 +61,7 @@ class Audit:
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "run": str(self.run),
-            "passed": self.passed,
-            "launches": self.launches,
-            "updates": self.updates,
-            "samples": self.samples,
-            "whole_epochs": self.whole_epochs,
-            "recomputed_updates": self.recomputed_updates,
-            "skipped_updates": self.skipped_updates,
-            "findings": [asdict(finding) for finding in self.findings],
-        }
+        return {**asdict(self), "run": str(self.run), "passed": self.passed}
 
     def describe(self) -> str:
         """Return the audit as text for people: the verdict, the counts, and each finding."""

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch.utils.data import Subset
 
 from paceline.api import checks
+from paceline.base import tables
 from paceline.base.errors import (
     NotDeterministic,
     PlanError,
@@ -21,7 +22,6 @@ from paceline.base.errors import (
     with_hint,
 )
 from paceline.base.signatures import renamed
-from paceline.base.tables import wrapped
 from paceline.base.temporary import temporary_folder
 from paceline.cluster.accelerators import gpus, unused
 from paceline.cluster.cluster import Cluster
@@ -165,22 +165,14 @@ class Certificate:
     def describe(self) -> str:
         """Return a line for the verdict, and lines for what differs."""
         if self.refused is not None:
-            lines = self.refused.splitlines()
-            return "\n".join(
-                [
-                    f"no plan {self.plan:<36} {lines[0]}",
-                    *(f"        {line}".rstrip() for line in (lines[1:] if self.asked_for else ())),
-                ]
-            )
+            reason, *more = self.refused.splitlines()
+            return tables.verdict("no plan", self.plan, reason, more if self.asked_for else ())
         figures = "; ".join(
             f"{v.precision}: loss {v.max_loss_diff:.1e}, weights {v.max_param_diff:.1e}"
             for v in self.verdicts
         )
-        verdict = f"{certificate.MARKS[self.verdict]:<7} {self.plan:<36} {figures}"
-        lines = [wrapped(verdict.rstrip(), indent=8)]
-        for remark in (self.reason, self.overflow, self.note):
-            lines += [f"        {line}".rstrip() for line in (remark or "").splitlines()]
-        return "\n".join(lines)
+        remarks = filter(None, (self.reason, self.overflow, self.note))
+        return tables.verdict(certificate.MARKS[self.verdict], self.plan, figures, remarks)
 
 
 def _as_dict(furthest: Furthest) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from paceline.attached.script import run_script
 from paceline.attached.session import ScriptProcess
+from paceline.base import tables
 from paceline.base.errors import PlanError, UsageError
 from paceline.base.temporary import temporary_folder
 from paceline.job import Job
@@ -69,22 +70,13 @@ class ScriptVerdict:
         return self.problem is None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "plan": self.plan,
-            "passed": self.passed,
-            "steps": self.steps,
-            "differences": dict(self.differences),
-            "problem": self.problem,
-            "note": self.note,
-        }
+        return {**asdict(self), "passed": self.passed}
 
     def describe(self) -> str:
         """Return a line for the verdict, and lines for what differs."""
         figures = ", ".join(f"{kind} {value:.1e}" for kind, value in self.differences.items())
-        lines = [f"{'ok' if self.passed else 'FAILED':<7} {self.plan:<36} {figures}".rstrip()]
-        for text in (self.problem or "", self.note):
-            lines += [f"        {line}" for line in text.splitlines()]
-        return "\n".join(lines)
+        mark = "ok" if self.passed else "FAILED"
+        return tables.verdict(mark, self.plan, figures, (self.problem or "", self.note))
 
 
 def verify_script(

@@ -67,6 +67,19 @@ def wrapped(text: str, indent: int = 4) -> str:
     return textwrap.fill(text, width(), subsequent_indent=" " * indent, **_WHOLE)
 
 
+def verdict(mark: str, plan: str, figures: str, remarks: Iterable[str]) -> str:
+    """Return what a plan was found to be as a line, and remarks below it.
+
+    >>> print(verdict("FAILED", "data=2", "loss 1.0e+00", ["the loss of step 1 differs"]))
+    FAILED  data=2                               loss 1.0e+00
+            the loss of step 1 differs
+    """
+    lines = [wrapped(f"{mark:<7} {plan:<36} {figures}".rstrip(), indent=8)]
+    for remark in remarks:
+        lines += [f"        {line}".rstrip() for line in remark.splitlines()]
+    return "\n".join(lines)
+
+
 def three_digits(value: float) -> str:
     """Return a number with three digits, or with all that stand before its point.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +84,7 @@ class Requests:
         return self.stop is not None or self.failed is not None or self.evaluate or self.save
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "stop": self.stop,
-            "failed": self.failed,
-            "evaluate": self.evaluate,
-            "save": self.save,
-        }
+        return asdict(self)
 
     def add(self, other: Mapping[str, Any]) -> None:
         self.stop = self.stop if self.stop is not None else other.get("stop")
