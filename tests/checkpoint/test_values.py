@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.base.codec import unpack
 from paceline.base.errors import JobError
-from paceline.checkpoint.values import from_text_tensor, pack, text_tensor, unpack
+from paceline.checkpoint.values import from_text_tensor, pack, text_tensor
 
 
 def back(value: Any, like: Any = None) -> Any:

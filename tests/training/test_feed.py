@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from paceline.base.errors import JobError, TrainingError
+from paceline.base.nested import map_tensors
 from paceline.job import Job
 from paceline.job.order import Order
 from paceline.launch.process.failure import failure_of
@@ -23,7 +24,6 @@ from paceline.training.feed import (
     evaluation_feed,
     fetch,
     is_stream,
-    map_tensors,
     training_feed,
 )
 

@@ -5,6 +5,7 @@ time.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from paceline.api.calibration import TRY_S, try_best
 from paceline.api.known_trials import fingerprint
@@ -64,16 +65,13 @@ def choose(
         )
     if len(cluster.devices) == 1:
         return PlanChoice(Plan())
+    search = partial(_choose, job, cluster, may_be_fewer=devices is None and procs is None)
     if has_gpus():
-        text, why = in_a_fork(
-            lambda: _named(_choose(job, cluster, may_be_fewer=devices is None and procs is None))
+        chosen: PlanChoice = in_a_fork(
+            lambda: replace(search(), estimate=None, profile=None, considered=())
         )
-        return PlanChoice(Plan.parse(text), why)
-    return _choose(job, cluster, may_be_fewer=devices is None and procs is None)
-
-
-def _named(chosen: PlanChoice) -> tuple[str, str]:
-    return str(chosen.plan), chosen.why
+        return chosen
+    return search()
 
 
 def _choose(job: Job, cluster: Cluster, *, may_be_fewer: bool) -> PlanChoice:

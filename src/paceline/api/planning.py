@@ -15,7 +15,6 @@ from paceline.api.planning_table import Advice, Answer
 from paceline.base.errors import PlanError, UsageError
 from paceline.base.fork import in_a_fork
 from paceline.base.imports import without_collector
-from paceline.base.values import plain, value_of
 from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job, Precision
@@ -110,7 +109,7 @@ def plan(
     if not has_gpus():
         return answer()
     # A fork plans, so that this process's later forks can still use CUDA.
-    answered: Answer = value_of(in_a_fork(lambda: plain(answer())))
+    answered: Answer = in_a_fork(answer)
     return answered
 
 

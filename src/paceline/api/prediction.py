@@ -16,7 +16,6 @@ from paceline.api.links import with_links
 from paceline.base.errors import PacelineError, PlanError, in_words
 from paceline.base.fork import in_a_fork
 from paceline.base.tables import in_mib, in_ms, three_digits
-from paceline.base.values import plain, value_of
 from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.gpu_use import apart_from_cuda
 from paceline.job import Job
@@ -90,9 +89,9 @@ def price(job: Job, resolved: Resolved, chosen: PlanChoice, *, snapshot: bool) -
             with suppress(RuntimeError):
                 gpu_rates(resolved.cluster.devices[-1])
         checked = _checked(priced)
-        return plain((checked.problem, checked.profile))
+        return checked.problem, checked.profile
 
-    problem, profile = value_of(in_a_fork(look))
+    problem, profile = in_a_fork(look)
     return replace(priced, problem=problem, profile=profile)
 
 

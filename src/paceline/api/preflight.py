@@ -172,6 +172,6 @@ def _step(job: Job, plan: Plan, on_spike: SpikeAction | None) -> None:
         return
     record = recorded(job, TRIED_SAMPLES)
     if plan.splits_model:
-        refuse_to_split(job, plan, in_losses=record.in_losses, bare=record.bare)
+        refuse_to_split(job, plan, record)
     if on_spike is not None:
         refuse_backwards(on_spike, record.backwards)

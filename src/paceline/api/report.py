@@ -99,7 +99,7 @@ def _alternatives(path: Path) -> Alternatives | None:
         )
     note_edits(path)
     try:
-        plans = [tuple(each) for each in apart_from_cuda(lambda: _priced(record))]
+        plans = apart_from_cuda(lambda: _priced(record))
     except (PacelineError, OSError) as error:
         return Alternatives(note=f"Other plans were not priced: {str(error).partition(chr(10))[0]}")
     return Alternatives(

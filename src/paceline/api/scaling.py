@@ -13,7 +13,6 @@ from typing import Any
 
 from paceline.base.errors import ClusterError, MissingPackage, PacelineError, UsageError, with_extra
 from paceline.base.tables import aligned, three_digits
-from paceline.base.values import plain, value_of
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.gpu_use import apart_from_cuda
 from paceline.job.file import AnyJob, open_job
@@ -207,7 +206,7 @@ def scale(
     return Scaling(
         cluster if isinstance(cluster, str) else "the cluster",
         loaded.batch,
-        value_of(apart_from_cuda(lambda: plain(points()))),
+        apart_from_cuda(points),
     )
 
 

@@ -26,6 +26,7 @@ from paceline.attached.session import ScriptProcess
 from paceline.base.errors import PacelineError
 from paceline.base.fork import forks_can_use_cuda, in_a_fork
 from paceline.base.logs import redirect
+from paceline.base.nested import tensors_in
 from paceline.job import Job
 from paceline.job.file import JobFile
 from paceline.launch.hosts.environment import Environment
@@ -33,7 +34,6 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.model.cost import cache
 from paceline.model.forward_state import state_kept
-from paceline.model.tensors import tensors_in
 from paceline.planner.resolve import Resolved
 from paceline.proof.first_update import FirstUpdate
 from paceline.strategies.plan import Plan
@@ -79,15 +79,14 @@ def check_script(
     def look() -> Any:
         redirect(None)
         update = _looked(path, arguments, resolved, timeout_s)
-        return {"update": update.to_dict(), "files": _digests(_files_beside(path))}
+        return update, _digests(_files_beside(path))
 
     try:
-        document = in_a_fork(look)
+        update, files = in_a_fork(look)
     except RuntimeError as error:  # it was killed, say
         return FirstUpdate("unchecked", f"the script's process before its first loss: {error}")
-    update = FirstUpdate(**document["update"])
     if update.verdict != "unchecked" or update.reason == OF_TENSOR:
-        entry = {"verdict": update.verdict, "reason": update.reason, "files": document["files"]}
+        entry = {"verdict": update.verdict, "reason": update.reason, "files": files}
         kept = {**(cache.read(_DOCUMENT, "cpu") or {}), key: entry}
         cache.write(_DOCUMENT, "cpu", dict(list(kept.items())[-_REMEMBERED:]))
     return update

@@ -6,7 +6,7 @@ with the model, as a module that is called with a batch, and the layout runs the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +20,8 @@ from paceline.job import Job
 from paceline.job.compute import BatchLossBuilder
 from paceline.job.own_step import computed_in_loop
 from paceline.model.reads import frozen
-from paceline.training.feed import MicroBatch, map_tensors
-from paceline.training.own_step.step_batch import StepBatch, is_list_of_samples
+from paceline.training.feed import MicroBatch
+from paceline.training.own_step.step_batch import StepBatch, map_rows
 
 if TYPE_CHECKING:
     from paceline.training.rank_state import RankState
@@ -186,13 +186,13 @@ class ShownBatch:
 
 def some_rows(value: Any, rows: int, places: Sequence[int]) -> Any:
     """Return rows of a batch that has `rows`, by their places."""
-    if is_list_of_samples(value, rows):
-        return type(value)(value[place] for place in places)
-    if isinstance(value, Mapping):
-        return {key: some_rows(item, rows, places) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(some_rows(item, rows, places) for item in value)
-    return map_tensors(lambda t: t[list(places)] if t.ndim and len(t) == rows else t, value)
+
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return type(leaf)(leaf[place] for place in places)
+        return leaf[list(places)] if leaf.ndim and len(leaf) == rows else leaf
+
+    return map_rows(taken, value, rows)
 
 
 def cut(batch: Any, pieces: list[MicroBatch]) -> list[Any]:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from paceline.base.errors import JobError, nearest
+from paceline.base.nested import tensors_in
 from paceline.job import Job, loaders
 from paceline.job.compute import WholeBatch
 from paceline.job.named_optimizers import NamedOptimizers, requires_closure
 from paceline.job.own_step import Optimizer, StepContext, computed_in_loop
 from paceline.model.forward_state import ForwardSnapshot, ForwardState
-from paceline.model.tensors import tensors_in
 from paceline.torch_private.fake_tensors import detect_fake_mode
 from paceline.training.optimizers.local_shards import as_plain
 from paceline.training.optimizers.state import OptimizerState

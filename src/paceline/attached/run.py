@@ -22,12 +22,12 @@ from paceline.attached.logged import Logged
 from paceline.attached.session import ScriptProcess
 from paceline.attached.turn import Loss, Turn
 from paceline.base.errors import CallbackError, JobError, PlanRefused, TrainingError
+from paceline.base.nested import tensors_in
 from paceline.base.streams import drawing, kept_streams, seed_streams
 from paceline.checkpoint.values import can_pack
 from paceline.job import Job
 from paceline.job.callback import Callback
 from paceline.job.order import Order
-from paceline.model.tensors import tensors_in
 from paceline.strategies.compose import may_be_elsewhere
 from paceline.training.feed import is_stream
 from paceline.training.loop import Loop

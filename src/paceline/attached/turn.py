@@ -14,11 +14,12 @@ import torch
 from paceline.attached.functions import Called, cut
 from paceline.attached.gather import SumsOfRows
 from paceline.base.errors import PlanRefused, TrainingError
+from paceline.base.nested import map_tensors
 from paceline.base.streams import seed_streams
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.order import split
 from paceline.strategies.layout import Layout, Whole
-from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.feed import MicroBatch
 from paceline.training.loop import Loop
 from paceline.training.own_step.gathered import gathered
 from paceline.training.own_step.named_parts import hold

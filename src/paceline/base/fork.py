@@ -8,6 +8,7 @@ on the CPU, and fake tensors look for GPUs when their mode is entered.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import functools
 import gc
@@ -27,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from paceline.base import (
+    codec,
     errors,
     inherited,  # noqa: F401  # each fork opens files again at their places
 )
@@ -37,8 +39,8 @@ _is_apart = False
 
 
 def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
-    """Run `work()` in a fork and return its result, which travels as JSON. The fork ends after the
-    work.
+    """Run `work()` in a fork and return its result, a value that `codec.encode` takes. The fork ends
+    after the work.
 
     A process that is itself such a fork runs the work without another fork.
 
@@ -52,7 +54,7 @@ def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any
             time.
     """
     if _is_apart:
-        return json.loads(json.dumps(work()))
+        return codec.decode(codec.encode(work()))
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
@@ -67,7 +69,8 @@ def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any
     _, status = os.waitpid(pid, 0)
     if answer is None:
         raise RuntimeError(f"the process that was asked gave no answer within {timeout_s:g} s")
-    return value_of(answer, os.waitstatus_to_exitcode(status))
+    encoded = value_of(answer, os.waitstatus_to_exitcode(status))
+    return codec.decode(base64.b64decode(encoded))
 
 
 def value_of(answer: bytes, exit_code: int) -> Any:
@@ -209,8 +212,7 @@ def _answered_by_forks(ask: Callable[..., Any]) -> Callable[..., Any]:
         question = repr((arguments, options))
         if question not in answers:
             answers[question] = in_a_fork(lambda: ask(*arguments, **options))
-        answer = answers[question]
-        return tuple(answer) if isinstance(answer, list) else answer
+        return answers[question]
 
     return answer_of_fork
 
@@ -227,7 +229,9 @@ def _answer(work: Callable[[], Any], writing: int, parent_pid: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "torch" in sys.modules:
             _renew_thread_pool(sys.modules["torch"])
-        answer = _in_a_thread(lambda: answer_of(work))
+        answer = _in_a_thread(
+            lambda: answer_of(lambda: base64.b64encode(codec.encode(work())).decode())
+        )
         code = int("value" not in answer)
         with open(writing, "wb") as pipe:
             pipe.write(json.dumps(answer).encode())

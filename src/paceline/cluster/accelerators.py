@@ -250,14 +250,14 @@ def _torch_version() -> str:
 def _seen() -> tuple[Gpu, ...]:
     from paceline.base.fork import forks_can_use_cuda, in_a_fork
 
-    def look() -> list[tuple[str, int, str, int, int]]:
+    def look() -> tuple[Gpu, ...]:
         import torch
 
         if not torch.cuda.is_available():
-            return []
+            return ()
         devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [
-            (
+        return tuple(
+            Gpu(
                 device.name,
                 device.total_memory,
                 str(getattr(device, "uuid", "")),
@@ -265,10 +265,10 @@ def _seen() -> tuple[Gpu, ...]:
                 device.multi_processor_count,
             )
             for device in devices
-        ]
+        )
 
-    seen = in_a_fork(look) if forks_can_use_cuda() else look()
-    return tuple(Gpu(*figures) for figures in seen)
+    seen: tuple[Gpu, ...] = in_a_fork(look) if forks_can_use_cuda() else look()
+    return seen
 
 
 @cache
@@ -279,7 +279,7 @@ def _free_bytes() -> tuple[int, ...]:
     """
     from paceline.base.fork import forks_can_use_cuda, in_a_fork
 
-    def look() -> list[int]:
+    def look() -> tuple[int, ...]:
         import torch
 
         def free(index: int, total: int) -> int:
@@ -288,9 +288,10 @@ def _free_bytes() -> tuple[int, ...]:
             except Exception:
                 return total
 
-        return [free(index, gpu.memory_bytes) for index, gpu in enumerate(gpus())]
+        return tuple(free(index, gpu.memory_bytes) for index, gpu in enumerate(gpus()))
 
-    return tuple(in_a_fork(look) if forks_can_use_cuda() else look())
+    free_bytes: tuple[int, ...] = in_a_fork(look) if forks_can_use_cuda() else look()
+    return free_bytes
 
 
 def _failure() -> str:

@@ -12,7 +12,7 @@ from paceline.base.fork import in_a_fork
 def apart_from_cuda(work: Callable[[], Any]) -> Any:
     """Run `work()` and return its result, in a fork if this machine has GPUs.
 
-    The work uses backwards or fake tensors, and its result is a value that JSON can hold.
+    The work uses backwards or fake tensors, and its result is a value that `codec.encode` takes.
 
     Raises:
         PacelineError: the work raised it, or one of its kinds.

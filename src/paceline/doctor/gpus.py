@@ -13,7 +13,6 @@ from typing import Any
 
 from paceline.base.errors import PacelineError
 from paceline.base.fork import in_a_fork
-from paceline.base.values import plain, value_of
 from paceline.cluster import nvml
 from paceline.cluster.accelerators import driver_version, gpus, room, unusable, unused, uuids
 from paceline.cluster.nvml import Card
@@ -41,7 +40,7 @@ def look() -> SeenGpus:
     Raises:
         RuntimeError: torch gave no answer in time, or failed.
     """
-    seen: SeenGpus = value_of(in_a_fork(lambda: plain(_look()), timeout_s=LOOK_TIMEOUT_S))
+    seen: SeenGpus = in_a_fork(_look, timeout_s=LOOK_TIMEOUT_S)
     return seen
 
 

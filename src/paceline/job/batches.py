@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from paceline.base.errors import PacelineError, TrainingError, in_words
-from paceline.torch_private.pytree import tree_map
+from paceline.base.nested import items_of
 
 Collate = Callable[[list[Any]], Any]
 _PAIR_HINT = (
@@ -89,7 +89,7 @@ def _plain(item: Any) -> Any:
     its fields.
     """
     if _is_record(item):
-        return {field.name: _plain(getattr(item, field.name)) for field in dataclasses.fields(item)}
+        return {name: _plain(value) for name, value in items_of(item) or ()}
     if type(item) in (tuple, list):
         return type(item)(map(_plain, item))
     return item
@@ -99,9 +99,7 @@ def _fields(value: Any) -> Any:
     """Return a dataclass as the mapping of its fields, which stay as they are; other values are
     returned unchanged.
     """
-    if not _is_record(value):
-        return value
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dict(items_of(value) or ()) if _is_record(value) else value
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -185,13 +183,13 @@ def _unstacked(items: Sequence[Any], names: Sequence[Any], error: Exception) -> 
     )
 
 
-def mapped(function: Callable[[Any], Any], batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return (input, target) with the function applied to each leaf.
-
-    A target that is the input itself stays so.
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments for a call of the model. A tuple or list input is passed as *args, a
+    mapping as **kwargs.
     """
-    made = tree_map(function, batch[0])
-    return made, made if batch[1] is batch[0] else tree_map(function, batch[1])
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
 def describe(value: Any) -> str:

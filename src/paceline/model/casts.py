@@ -1,12 +1,12 @@
-"""The parameters that a model uses only in autocast's precision.
-
-A cast before the forward changes no bit of results.
+"""The precision of forwards, and the parameters that a model uses only in autocast's precision: a
+cast of these before the forward changes no bit of results.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from paceline.job import AUTOCAST, Job
 from paceline.torch_private.pytree import tensor_leaves
 
+_CPU = torch.device("cpu")
 # What autocast runs in low precision on CPUs and GPUs alike, casting all it is given (the lists in
 # torch's docs/source/amp.rst and aten/src/ATen/autocast_mode.h).
 _LOWERED = frozenset(
@@ -51,6 +53,13 @@ _OF_SHAPES = frozenset(
         "torch.Tensor.device.__get__",
     )
 )
+
+
+def autocast(job: Job, device: torch.device = _CPU) -> AbstractContextManager[Any]:
+    """Return the numeric context of the job's forward passes."""
+    if (name := AUTOCAST.get(job.precision)) is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, name))
 
 
 def cast_alone(model: nn.Module, loss: Callable[[], Any], dtype: torch.dtype) -> frozenset[str]:

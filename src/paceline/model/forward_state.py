@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.base.nested import items_of, with_items
 from paceline.base.streams import set_streams, stream_states
 from paceline.model.attributes import CONTAINERS, OF_TORCH, is_plain, is_same
 from paceline.model.copy_on_write import TensorSnapshot, UndoneWrites
@@ -427,15 +428,8 @@ def _twin(seen: TensorSnapshot) -> torch.Tensor:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a container of the same kind with the function applied to every item.
+    """Return a container of the same class with the function applied to every item.
 
     Sets keep their members.
     """
-    if isinstance(value, tuple):
-        items = map(function, value)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    twin = copy.copy(value)
-    if not isinstance(value, set):
-        for key in list(value) if isinstance(value, dict) else range(len(value)):
-            twin[key] = function(value[key])
-    return twin
+    return with_items(value, [function(item) for _, item in items_of(value) or ()])

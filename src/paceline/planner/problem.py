@@ -256,7 +256,7 @@ def check_step(job: Job, plan: Plan) -> None:
         return
     conflicts.check_own_step(plan)
     if plan.splits_model:
-        refuse_to_split(step.job, plan, in_losses=step.in_losses, bare=step.bare)
+        refuse_to_split(step.job, plan, step.seen)
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster, Callable[[Estimate], float]]]:

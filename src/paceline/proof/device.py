@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from paceline.job import AUTOCAST, Job
+from paceline.job import Job
+from paceline.model import casts
 from paceline.torch_private.dispatch import TorchDispatchMode
 from paceline.torch_private.pytree import tree_leaves
 
@@ -47,12 +48,9 @@ def computing_on(device: torch.device) -> Iterator[None]:
         _device.reset(token)
 
 
-def autocast(job: Job) -> torch.autocast:
+def autocast(job: Job) -> AbstractContextManager[Any]:
     """Return the numeric context of the job's forward passes on the proof's one device."""
-    name = AUTOCAST.get(job.precision)
-    return torch.autocast(
-        one_device().type, getattr(torch, name or "bfloat16"), enabled=name is not None
-    )
+    return casts.autocast(job, one_device())
 
 
 def cpu_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.base.nested import map_tensors
 from paceline.base.streams import seed_streams
 from paceline.job.own_step import BackwardResult
 from paceline.proof.device import autocast, cpu_copy
 from paceline.proof.replicas import BuffersOfReplicas
 from paceline.proof.step import PlainStep, are_finite
-from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.feed import MicroBatch
 from paceline.training.own_step.step_batch import StepBatch, joined
 from paceline.training.own_step.step_draws import MakesOn, WindowDraws
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from paceline.base.errors import TrainingError
+from paceline.base.nested import map_tensors
 from paceline.job import AUTOCAST, Job
 from paceline.job.batch_loss import BatchLoss, computing
 from paceline.model.attributes import is_same
@@ -41,7 +42,7 @@ from paceline.proof.replicas import summed
 from paceline.proof.tolerances import ALLOWED, EXACT, exact_mean
 from paceline.torch_private.modules import BatchNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
-from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.feed import MicroBatch
 from paceline.training.metrics import has_rows, unlike_its_parts
 
 UNCUT = "plans that don't cut the batch, such as tensor=N and place=N, are exact as it is"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.base.nested import map_tensors
 from paceline.base.streams import key_to_seed, seed_model, seed_sample
 from paceline.job import Job
 from paceline.job.batches import collated, of_stacked
@@ -36,7 +37,7 @@ from paceline.proof.replicas import summed
 from paceline.proof.step import PlainStep
 from paceline.torch_private.pytree import tree_map
 from paceline.torch_private.storage import stored_values
-from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.feed import MicroBatch
 from paceline.training.freezing import frozen_names
 from paceline.training.optimizers.probe import needs_closure
 from paceline.training.own_step.step_batch import StepBatch

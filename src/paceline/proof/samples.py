@@ -14,13 +14,14 @@ from torch.utils.data import Subset
 
 from paceline.base.errors import PacelineError, PlanRefused
 from paceline.base.fork import in_a_fork
+from paceline.base.nested import map_tensors
 from paceline.base.streams import key_to_seed
 from paceline.job import Job
 from paceline.job.arrays import rows_of
 from paceline.job.batches import Collate
 from paceline.job.order import Order
 from paceline.job.phases import value_at
-from paceline.training.feed import fetch, is_stream, map_tensors
+from paceline.training.feed import fetch, is_stream
 from paceline.training.parts.drift import fingerprint
 
 _TIMEOUT_S = 60.0  # at most

@@ -168,7 +168,7 @@ def measure_device(
         is_disturbed = rates.noise > MOST_NOISE and oldest_s < math.inf
         oldest_s = min(oldest_s, NOISY_S) if is_disturbed else oldest_s
     if rates is None or time.time() - rates.measured_at > oldest_s:
-        rates = _rates(apart_from_cuda(lambda: _figures(_measure(kind))))
+        rates = apart_from_cuda(lambda: _measure(kind))
         _measured_here.add(rates.measured_at)
         cache.write("device", kind, _figures(rates))
     return rates.with_threads(num_threads) if kind == "cpu" else rates

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.base.codec import unpack
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.values import from_text_tensor, stored_values, unpack
+from paceline.checkpoint.values import from_text_tensor, stored_values
 from paceline.model.attributes import OF_TORCH, is_like_a_buffer, plain_attributes
 from paceline.model.forward_state import MappingSnapshot
 

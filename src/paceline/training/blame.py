@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from paceline.base.errors import PacelineError
+from paceline.base.nested import map_tensors, tensors_in
 from paceline.job import Job
 from paceline.job.batches import in_short
 from paceline.job.order import Order, Window
-from paceline.model.tensors import tensors_in
-from paceline.training.feed import DataShard, MicroBatch, example_batch, is_stream, map_tensors
+from paceline.training.feed import DataShard, MicroBatch, example_batch, is_stream
 
 _PAIRS = "let the data set, or collate=, give (input, target), such as (x, y) or ({'x': x}, y)"
 

@@ -5,9 +5,9 @@ reduced, and divided at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from paceline.base.errors import JobError, PacelineError, TrainingError, UsageError, nearest
+from paceline.base.nested import items_of
 from paceline.base.streams import kept_streams
 from paceline.job import Job
 from paceline.job.metrics import OfAllSamples
 from paceline.job.phases import FIGURES
+from paceline.model.casts import autocast
 from paceline.model.forward_state import ForwardState, function_kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
@@ -31,7 +33,6 @@ from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.stage_outputs import from_last_stage
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn
-from paceline.training.prepare import autocast
 
 _FEW = 4  # the fewest samples on which a metric is checked before the first step
 
@@ -343,20 +344,11 @@ def outputs(
 
 
 def _named(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
-    """Return tensors of an output by name. Tuples and mappings are flattened with dots."""
+    """Return tensors of an output by name. Containers are flattened with dots."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    items: Iterable[tuple[Any, Any]] = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, tuple | list)
-        else vars(value).items()
-        if is_dataclass(value)
-        else ()
-    )
     return {
         key: tensor
-        for index, item in items
+        for index, item in items_of(value) or ()
         for key, tensor in _named(item, f"{name}.{index}").items()
     }

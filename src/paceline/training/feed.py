@@ -7,29 +7,28 @@ after a resume.
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from multiprocessing.util import get_temp_dir
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from paceline.base.errors import JobError, PacelineError, TrainingError, in_words
 from paceline.base.fork import die_with
 from paceline.base.inherited import close_connections, closed_connections
+from paceline.base.nested import map_batch
 from paceline.base.streams import key_to_seed, seed_sample, seed_streams
 from paceline.base.user_code import user_frames
 from paceline.job import Job
 from paceline.job.arrays import rows_of, taken
-from paceline.job.batches import Collate, collated, is_sample, of_stacked
+from paceline.job.batches import Collate, arguments_of, collated, is_sample, of_stacked
 from paceline.job.loaders import Loading, Opened
 from paceline.job.order import Order, Window, digest, split
 from paceline.job.phases import value_at
@@ -69,14 +68,11 @@ class MicroBatch:
         """Return the micro-batch with every tensor replaced. A target that is the input itself
         stays so.
         """
-        made = map_tensors(function, self.input)
-        target = made if self.target is self.input else map_tensors(function, self.target)
-        return MicroBatch(made, target, self.samples, self.digest)
+        made = map_batch(function, (self.input, self.target))
+        return MicroBatch(*made, self.samples, self.digest)
 
     def call(self, model: Any) -> Any:
-        """Return the model's output. A tuple or list input is passed as *args, a mapping as
-        **kwargs.
-        """
+        """Return the model's output; see `arguments_of`."""
         args, kwargs = self.arguments()
         try:
             return model(*args, **kwargs)
@@ -90,42 +86,7 @@ class MicroBatch:
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a call of the model."""
-        if isinstance(self.input, Mapping):
-            return (), dict(self.input)
-        return tuple(self.input) if isinstance(self.input, tuple | list) else (self.input,), {}
-
-
-def map_tensors(function: Any, value: Any) -> Any:
-    """Return the value with every tensor in its tuples, lists, mappings and dataclasses replaced."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        twin: Any = (
-            {} if type(value) is dict else copy.copy(value)
-        )  # a model's output may have more than its items
-        for key, item in value.items():
-            twin[key] = map_tensors(function, item)
-        return twin
-    if isinstance(value, PackedSequence):  # its lengths stay on the CPU
-        return value._replace(
-            data=function(value.data),
-            **{
-                name: function(places)
-                for name in ("sorted_indices", "unsorted_indices")
-                if (places := getattr(value, name)) is not None
-            },
-        )
-    if isinstance(value, tuple | list):
-        mapped = [map_tensors(function, item) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    if is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for field in fields(value):
-            object.__setattr__(twin, field.name, map_tensors(function, getattr(value, field.name)))
-        return twin
-    if hasattr(value, "apply") and hasattr(value, "to") and not isinstance(value, torch.nn.Module):
-        return copy.copy(value).apply(function)  # a batch of graphs (torch_geometric)
-    return value
+        return arguments_of(self.input)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.base.codec import unpack
 from paceline.base.user_code import is_users
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.values import (
-    SeenPlain,
-    can_pack,
-    from_text_tensor,
-    stored_values,
-    unpack,
-)
+from paceline.checkpoint.values import SeenPlain, can_pack, from_text_tensor, stored_values
 from paceline.job import Job
 from paceline.job.foreign_fields import present_name
 from paceline.model.attributes import OF_TORCH

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from paceline.base.errors import TrainingError
+from paceline.base.nested import tensors_in
 from paceline.job.losses import Total
 from paceline.job.phases import FIGURES
-from paceline.model.tensors import tensors_in
 
 
 @dataclass(frozen=True, slots=True)

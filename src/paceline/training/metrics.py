@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.base.errors import JobError, OutOfMemory
+from paceline.base.nested import map_tensors
 from paceline.cluster.limits import free_memory_bytes
 from paceline.model.forward_state import function_kept
 from paceline.strategies.mesh import Mesh
 from paceline.torch_private import pytree
-from paceline.training.feed import DataShard, MicroBatch, map_tensors
+from paceline.training.feed import DataShard, MicroBatch
 from paceline.training.loss import read_tally, without_total
 
 _NEAR = 1e-3  # relative; a metric may be rounded to a few digits

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from paceline.base.nested import map_tensors
 from paceline.base.streams import kept_streams
 from paceline.job.order import Window
-from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.feed import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

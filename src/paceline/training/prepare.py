@@ -5,10 +5,9 @@ plan's strategies change it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,6 +19,7 @@ from paceline.cluster.devices import Device
 from paceline.job import AUTOCAST, Job
 from paceline.job.foreign_fields import model_hint
 from paceline.model.attributes import in_float64
+from paceline.model.casts import autocast
 from paceline.model.float8 import in_float8
 from paceline.model.forward_effects import (
     NOTHING,
@@ -87,14 +87,6 @@ def build_model(job: Job, device: torch.device) -> torch.nn.Module:
     if job.precision == "fp8":
         return in_float8(model)
     return in_float64(model) if job.precision == "float64" else model
-
-
-def autocast(job: Job, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the numeric context of the job's forward passes."""
-    name = AUTOCAST.get(job.precision)
-    return (
-        nullcontext() if name is None else torch.autocast(device.type, dtype=getattr(torch, name))
-    )
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from paceline.base.codec import unpack
 from paceline.base.errors import CheckpointError
 from paceline.base.logs import logger
 from paceline.checkpoint.pieces import pieces_of
 from paceline.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
-from paceline.checkpoint.values import from_text_tensor, unpack
+from paceline.checkpoint.values import from_text_tensor
 from paceline.job.modes import set_mode
 from paceline.launch.process.context import RankContext
 from paceline.strategies.layout import Extent

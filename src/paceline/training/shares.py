@@ -12,12 +12,13 @@ from paceline.base.errors import PlanRefused
 from paceline.base.streams import kept_streams
 from paceline.job import Job
 from paceline.job.order import Order
+from paceline.model.casts import autocast
 from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.batch_norm.cost import joins_statistics
 from paceline.strategies.plan import Plan
 from paceline.torch_private.modules import BatchOrInstanceNorm
 from paceline.training.feed import DataShard, example_batch, is_stream
-from paceline.training.prepare import autocast, build_in_files, build_model
+from paceline.training.prepare import build_in_files, build_model
 
 
 def smallest_cut(order: Order, steps: int, part: DataShard) -> tuple[int, int]:

@@ -13,12 +13,12 @@ from paceline.base.errors import PlanRefused
 from paceline.base.streams import seed_streams
 from paceline.job.compute import computed_figures
 from paceline.job.order import Window
+from paceline.model.casts import autocast
 from paceline.strategies.mesh import is_about_parts
 from paceline.training.blame import blaming, note_sample, sample_names
 from paceline.training.feed import MicroBatch
 from paceline.training.logged import LoggedFigures
 from paceline.training.loss import LossSum, read_tally, with_gradient, without_total
-from paceline.training.prepare import autocast
 
 if TYPE_CHECKING:
     from paceline.training.own_step.named_parts import ModelPart

@@ -5,7 +5,7 @@ orders.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,13 @@ import torch
 
 from paceline.base.codec import decode, encode
 from paceline.base.errors import PeerLost
+from paceline.base.nested import map_tensors
 from paceline.base.waiting import waiting
 from paceline.checkpoint.write import Writer
 from paceline.job.order import Order
+from paceline.model.casts import autocast
 from paceline.training import state
-from paceline.training.feed import DataShard, MicroBatch, map_tensors
-from paceline.training.prepare import autocast
+from paceline.training.feed import DataShard, MicroBatch
 from paceline.training.restore import take_over
 from paceline.training.stepper import Stepper
 from paceline.transformers.compute_loss import count_items
@@ -121,7 +122,7 @@ class TrainerRank:
                     "loss": loss,
                     "grad_norm": stepper.gradient_norm,
                     "figures": stepper.metrics,
-                    "place": place and asdict(place),
+                    "place": place,
                     "options": state.changing_document(stepper, step=0, samples=0),
                 }
             )

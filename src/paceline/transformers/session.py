@@ -17,7 +17,6 @@ from paceline.launch.hosts.environment import current
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.subprocess_call import in_a_fresh_process
 from paceline.training.prepare import prepare_job
-from paceline.transformers.experiment import EpochPlace
 from paceline.transformers.generation import told_generation
 from paceline.transformers.rank import Evaluated, TrainerRank
 
@@ -132,7 +131,7 @@ class Session:
         its `EpochPlace` in a stream.
         """
         report: dict[str, Any] = self._hear([0])[0]
-        place = report["place"] = report["place"] and EpochPlace(**report["place"])
+        place = report["place"]
         self.step = report["step"]
         self.is_waiting = self.step >= self._until or (place is not None and place.is_last)
         return report

@@ -347,7 +347,7 @@ def test_a_large_model_costs_no_memory():
         profile = profile_job(job)
         return profile.exact, profile.parameter_bytes
 
-    assert in_a_fork(limited) == [True, 64 * 2**30]
+    assert in_a_fork(limited) == (True, 64 * 2**30)
 
 
 def test_random_generators_are_left_alone():

@@ -82,9 +82,9 @@ def test_a_step_that_fails_where_it_is_tried_is_named_as_that() -> None:
 
     assert recorded(job(has_the_size_of_a_batch), 5).inputs["net"].shape == (3, 4)
 
-    def gives_a_set(ctx: pl.StepContext, batch: Any) -> None:
-        ctx.run("board", (None, {"a"}), cut=False)
+    def gives_an_object(ctx: pl.StepContext, batch: Any) -> None:
+        ctx.run("board", (None, object()), cut=False)
         ctx.backward("net", batch, lambda out, batch: out.mean())
 
-    with pytest.raises(JobError, match="runs a model with a set"):
-        priced(job(gives_a_set))
+    with pytest.raises(JobError, match="runs a model with a object"):
+        priced(job(gives_an_object))

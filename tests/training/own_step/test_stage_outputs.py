@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,8 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from paceline.base.errors import PlanRefused
-from paceline.training.own_step.stage_outputs import described, rebuilt
+from paceline.base.codec import head_of, value_of
+from paceline.base.errors import PlanRefused, TrainingError
+from paceline.training.own_step.stage_outputs import _made, _opened
 from paceline.training.own_step.step_batch import joined
 
 
@@ -45,9 +45,8 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 def sent(value: Any) -> Any:
-    tensors: list[torch.Tensor] = []
-    text = json.dumps(described(value, tensors))
-    return rebuilt(json.loads(text), lambda entry: tensors.pop(0))
+    text, tensors = head_of(value, _opened)
+    return value_of(text, lambda *_: tensors.pop(0), _made)
 
 
 def test_an_output_arrives_with_its_class():
@@ -79,5 +78,12 @@ def test_a_class_that_other_ranks_do_not_find_is_refused():
 
     with pytest.raises(PlanRefused, match="Local, which other ranks can't find"):
         sent(Local(torch.ones(1)))
-    with pytest.raises(PlanRefused, match="a model returns a set"):
-        sent({1})
+    with pytest.raises(PlanRefused, match="a model returns a object"):
+        sent({1: [object()]})
+
+
+def test_outputs_with_other_parts_are_not_joined():
+    """Rather than those of the first micro-batch alone."""
+    for parts in ([{"a": 1}, {"a": 1, "b": 2}], [[1, 2, 3], [1, 2]]):
+        with pytest.raises(TrainingError, match=r"each (dict|list) holds something else"):
+            joined(parts, [4, 4])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from paceline.base.nested import tensors_in
 from paceline.job import Job
 
 
@@ -19,31 +19,22 @@ def step_of(job: Job) -> ShapedSamples | None:
 class ShapedSamples:
     """Samples of zeros in the shapes that models are run with.
 
-    job: whose step runs them. in_losses, bare: see `recorded.Recorded`.
+    seen: what the step of the job does with models, a `Recorded`.
     """
 
-    def __init__(
-        self,
-        described: Mapping[str, Any],
-        samples: int,
-        job: Job,
-        in_losses: Sequence[str],
-        bare: Sequence[str],
-    ) -> None:
-        self.described, self.samples, self.job = described, samples, job
-        self.in_losses, self.bare = in_losses, bare
+    def __init__(self, seen: Any, samples: int, job: Job) -> None:
+        self.seen, self.samples, self.job = seen, samples, job
 
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {f"for_{name}": _made(entry) for name, entry in self.described.items()}
-
-
-def _made(entry: Any) -> Any:
-    """A sample of what a model is given, as samples can be stacked."""
-    if "dtype" in entry:
-        return torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    if "items" in entry:
-        return {key: _made(item) for key, item in entry["items"].items()}
-    return tuple(_made(item) for item in entry["parts"]) if "parts" in entry else 0
+    def __getitem__(self, index: int) -> dict[str, list[torch.Tensor]]:
+        return {
+            f"for_{name}": [
+                torch.zeros_like(
+                    tensor if name in self.seen.uncut or not tensor.ndim else tensor[0]
+                )
+                for tensor in tensors_in(inputs)
+            ]
+            for name, inputs in self.seen.inputs.items()
+        }

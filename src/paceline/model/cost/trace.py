@@ -7,7 +7,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -18,14 +18,14 @@ from torch import nn
 
 from paceline.base.errors import JobError, PacelineError
 from paceline.base.fork import cuda_left_alone, in_a_fork
+from paceline.base.nested import map_batch
 from paceline.base.streams import kept_streams
-from paceline.base.values import plain, value_of
 from paceline.cluster.gpu_use import start_autograd_without_gpus
 from paceline.job import AUTOCAST, Job
-from paceline.job.batches import collated, mapped
+from paceline.job.batches import arguments_of, collated
 from paceline.job.foreign_fields import model_hint
 from paceline.job.modes import for_training
-from paceline.model.casts import cast_alone
+from paceline.model.casts import autocast, cast_alone
 from paceline.model.cost.attention import SparedBySelective
 from paceline.model.cost.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
 from paceline.model.cost.fakes import FakeModel, convertible
@@ -91,9 +91,7 @@ def profile_job(
     if device == "cpu" or torch.cuda.is_initialized():
         start_autograd_without_gpus()
         return _profile(job, samples, torch.device(device), like, built)
-    profile: Profile = value_of(
-        in_a_fork(lambda: plain(_profile(job, samples, torch.device(device), like, built)))
-    )
+    profile: Profile = in_a_fork(lambda: _profile(job, samples, torch.device(device), like, built))
     return profile
 
 
@@ -234,10 +232,7 @@ def _profile_of_fakes(
 
 def _on_fakes(built: FakeModel, job: Job, items: list[Any]) -> Any:
     """Samples as a batch."""
-    return mapped(
-        lambda t: built.mode.from_tensor(t) if isinstance(t, torch.Tensor) else t,
-        collated(items, job.collate),
-    )
+    return map_batch(built.mode.from_tensor, collated(items, job.collate))
 
 
 def _fake_runs(
@@ -294,10 +289,8 @@ def cast_parameters(
     try:
         with kept_generators(device), warnings.catch_warnings(), built.lent() as model:
             warnings.simplefilter("ignore")  # the real run will show them
-            inputs, target = mapped(
-                lambda t: (
-                    built.mode.from_tensor(t).to(device) if isinstance(t, torch.Tensor) else t
-                ),
+            inputs, target = map_batch(
+                lambda t: built.mode.from_tensor(t).to(device),
                 collated(first_items(job.data, 2), job.collate),
             )
             if device.type != "cpu":
@@ -305,7 +298,7 @@ def cast_parameters(
             repeats = Repeats({} if each else find_units(model), lambda: 0)
 
             def loss() -> Any:
-                with repeats.standing_in(), without_cache(model), autocast(job, device.type):
+                with repeats.standing_in(), without_cache(model), autocast(job, device):
                     return job.criterion(_call(model, inputs), target)
 
             cast_names = cast_alone(model, loss, getattr(torch, AUTOCAST[job.precision]))
@@ -420,11 +413,9 @@ def _trace(
     """One step of the model with `factor` copies of the batch. updates: whether the update, too, which is the same for
     any number of samples. whole: of which one block of each kind is run; None runs each."""
 
-    def taken(value: Any) -> Any:
-        made = as_the_job_takes(value, job, samples, factor)
-        return made.to(device) if isinstance(made, torch.Tensor) and device.type != "cpu" else made
-
-    inputs, target = mapped(taken, batch)
+    inputs, target = map_batch(
+        lambda t: as_the_job_takes(t, job, samples, factor).to(device), batch
+    )
     units = find_units(model)
     recorder = WorkRecorder()
     model.train()
@@ -434,7 +425,7 @@ def _trace(
     recorder.ignore([*model.parameters(), *model.buffers(), *tree_leaves((inputs, target))])
     spared = SparedBySelective(recorder)
     with recorder, repeats.standing_in():
-        with without_cache(model), autocast(job, device.type), spared:
+        with without_cache(model), autocast(job, device), spared:
             loss = job.criterion(_call(model, inputs), target)
         repeats.stand_for(left_out(chains))
         loss = loss[0] if isinstance(loss, tuple | list) else loss
@@ -726,10 +717,8 @@ def first_items(data: Any, count: int) -> list[Any]:
     return [items[i % len(items)] for i in range(count)]
 
 
-def as_the_job_takes(value: Any, job: Job, samples: int, factor: int) -> Any:
+def as_the_job_takes(value: torch.Tensor, job: Job, samples: int, factor: int) -> torch.Tensor:
     """A tensor of the batch, repeated along dim 0 and in the job's type."""
-    if not isinstance(value, torch.Tensor):
-        return value
     if value.dim() and value.shape[0] * factor == samples:
         value = value.repeat(factor, *[1] * (value.dim() - 1))
     return (
@@ -740,14 +729,8 @@ def as_the_job_takes(value: Any, job: Job, samples: int, factor: int) -> Any:
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
-def autocast(job: Job, kind: str = "cpu") -> AbstractContextManager[Any]:
-    name = AUTOCAST.get(job.precision)
-    return nullcontext() if name is None else torch.autocast(kind, dtype=getattr(torch, name))
+    args, kwargs = arguments_of(inputs)
+    return model(*args, **kwargs)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from paceline.base.errors import JobError, PlanRefused
 from paceline.base.logs import logger
+from paceline.base.nested import tensors_in
 from paceline.model.forward_effects import NOTHING, ForwardEffects, owner
-from paceline.model.tensors import tensors_in
 from paceline.model.units import find_units, is_callable, name_in_model, refuse_scripted
 from paceline.strategies.data.run import GradientBuckets
 from paceline.strategies.mesh import is_about_parts

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from paceline.base.nested import map_batch
 from paceline.cluster.devices import Device
 from paceline.job import Job
-from paceline.job.batches import collated, mapped
+from paceline.job.batches import collated
+from paceline.model.casts import autocast
 from paceline.model.cost.attention import SparedBySelective
 from paceline.model.cost.fakes import FakeModel
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, TensorCut
@@ -21,7 +23,6 @@ from paceline.model.cost.recorder import StepPosition, WorkRecorder
 from paceline.model.cost.repeated_layers import left_out, shortened
 from paceline.model.cost.trace import (
     as_the_job_takes,
-    autocast,
     fake_model,
     first_items,
     kept_generators,
@@ -355,7 +356,7 @@ class SplitJob:
 
     def _batch(self, samples: int) -> tuple[Any, Any]:
         batch = collated(first_items(self.job.data, 1), self.job.collate)
-        return mapped(lambda t: as_the_job_takes(t, self.job, samples, samples), batch)
+        return map_batch(lambda t: as_the_job_takes(t, self.job, samples, samples), batch)
 
     def _price(
         self,

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline.base.codec import unpack
 from paceline.base.errors import JobError, PlanRefused
-from paceline.checkpoint.values import pack, unpack
+from paceline.checkpoint.values import pack
 from paceline.strategies.mesh import local_part
 from paceline.torch_private.dispatch import is_traceable_wrapper_subclass
 from paceline.training.optimizers.local_shards import as_distributed

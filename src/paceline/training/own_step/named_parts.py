@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from paceline.base.errors import JobError
+from paceline.base.nested import map_tensors, tensors_in
 from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.named_fields import init_of
 from paceline.job.named_models import NamedModels, build_named_model
 from paceline.job.named_optimizers import NamedOptimizers
 from paceline.job.own_step import spec
-from paceline.model.tensors import tensors_in
 from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.compose import prepare
 from paceline.strategies.layout import Extent, Layout, Report
@@ -28,7 +28,6 @@ from paceline.strategies.plan import Plan
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.synchroniser import Synchroniser
 from paceline.training.attributes import ChangingAttributes
-from paceline.training.feed import map_tensors
 from paceline.training.freezing import freeze_throughout
 from paceline.training.initial import load_initial
 from paceline.training.own_step.recorded import Recorded, recorded_apart, refuse_to_split
@@ -280,9 +279,7 @@ def prepare_models(
         return only, {"": ModelPart("", only.layout, only.synchronisers)}
     trial = _Trial(job)
     if plan.splits_model:
-        refuse_to_split(
-            job, plan, in_losses=trial.recorded_step.in_losses, bare=trial.recorded_step.bare
-        )
+        refuse_to_split(job, plan, trial.recorded_step)
     each = {
         name: prepare_job(
             job_of(job, name, trial),

@@ -4,8 +4,7 @@ It trains nothing.
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,13 +21,14 @@ from paceline.base.errors import (
     nearest,
 )
 from paceline.base.fork import in_a_fork
+from paceline.base.nested import map_tensors
 from paceline.base.streams import kept_streams
 from paceline.base.user_code import user_frames
 from paceline.job import Job
 from paceline.job.named_models import NamedModels
 from paceline.job.own_step import BackwardResult
 from paceline.strategies.plan import Plan
-from paceline.training.feed import MicroBatch, example_batch, map_tensors
+from paceline.training.feed import MicroBatch, example_batch
 from paceline.training.loss import read_tally, refuse_name, without_total
 from paceline.training.own_step.step_batch import StepBatch
 from paceline.training.own_step.step_draws import MakesOn
@@ -57,7 +57,7 @@ class Recorded:
     backwards: int  # the most of one step
 
 
-def recorded_apart(job: Job, samples: int) -> Recorded:
+def recorded_apart(job: Job, samples: int, *, timeout_s: float | None = None) -> Recorded:
     """Record a step as `recorded` does, in a fork that then ends. So the step does not change the
     job's objects in this process.
 
@@ -65,20 +65,18 @@ def recorded_apart(job: Job, samples: int) -> Recorded:
         JobError: a model's input holds something else than tensors, numbers and text, too.
     """
 
-    def told() -> str:
+    def told() -> bytes:
         seen = recorded(job, samples)
         try:
-            names = map(list, (seen.in_losses, seen.bare, seen.uncut))
-            return base64.b64encode(encode([seen.inputs, *names, seen.backwards])).decode()
+            return encode(seen)
         except TypeError as error:
             raise JobError(
                 f"the step was tried in a process of its own, and of what it runs a model with {error}",
                 hint="ctx.run and ctx.backward of tensors, numbers and text",
             ) from error
 
-    inputs, *names, backwards = decode(base64.b64decode(in_a_fork(told)))
-    in_losses, bare, uncut = map(set, names)
-    return Recorded(inputs, in_losses, bare, uncut, backwards)
+    seen: Recorded = decode(in_a_fork(told, timeout_s=timeout_s))
+    return seen
 
 
 def recorded(job: Job, samples: int) -> Recorded:
@@ -151,23 +149,23 @@ def _take(job: Job, recorder: _Recorder) -> None:
         ) from error
 
 
-def refuse_to_split(job: Job, plan: Plan, *, in_losses: Iterable[str], bare: Iterable[str]) -> None:
+def refuse_to_split(job: Job, plan: Plan, seen: Recorded) -> None:
     """Refuse a plan that splits models over ranks if the job's step can't run under it.
 
     Args:
         plan: A plan that splits models over ranks.
-        in_losses, bare: See `Recorded`.
+        seen: What the step does.
 
     Raises:
         PlanRefused: a loss runs a model, or one has no parameters, and the plan splits each by
             itself.
     """
-    for name in sorted(bare):
+    for name in sorted(seen.bare):
         raise PlanRefused(
             f"'{name}' has no parameters, and under '{plan}' each model is split over ranks by itself",
             hint="data=N and shard=N plans run such a step",
         )
-    for name in sorted(in_losses):
+    for name in sorted(seen.in_losses):
         if name in job.models or plan.has_schedule:
             raise PlanRefused(
                 f"a loss runs '{name}', and under '{plan}' each model is split over ranks by itself: a loss can't go "

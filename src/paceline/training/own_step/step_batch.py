@@ -4,17 +4,15 @@ micro-batches.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from paceline.base.errors import TrainingError
-from paceline.model.tensors import tensors_in
-from paceline.training.feed import MicroBatch, map_tensors
+from paceline.base.nested import items_of, map_tensors, tensors_in, with_items
+from paceline.training.feed import MicroBatch
 
 
 class StepBatch:
@@ -67,30 +65,23 @@ class StepBatch:
         starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
         real = iter([(start, start + rows) for start, rows in zip(starts, self.rows, strict=True)])
         places = [next(real) if piece.samples else (0, 1) for piece in self.pieces]
-        return [self._part_of(value, start, end, description) for start, end in places]
 
-    def _part_of(self, value: Any, start: int, end: int, description: str) -> Any:
-        if is_list_of_samples(value, len(self)):
-            return value[start:end]
-        if isinstance(value, Mapping):
-            return {
-                key: self._part_of(item, start, end, description) for key, item in value.items()
-            }
-        if type(value) in (tuple, list):
-            return type(value)(self._part_of(item, start, end, description) for item in value)
-        return map_tensors(lambda t: self._rows_of(t, start, end, description), value)
+        def rows_of(leaf: Any, start: int, end: int) -> Any:
+            if isinstance(leaf, torch.Tensor) and not leaf.ndim:
+                return leaf
+            if len(leaf) != len(self):
+                raise TrainingError(
+                    f"{description} has a tensor of shape {tuple(leaf.shape)}, and the batch has "
+                    f"{len(self)} samples along dim 0",
+                    hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
+                    "model on inputs that are not cut",
+                )
+            return leaf[start:end]
 
-    def _rows_of(
-        self, tensor: torch.Tensor, start: int, end: int, description: str
-    ) -> torch.Tensor:
-        if tensor.ndim and len(tensor) != len(self):
-            raise TrainingError(
-                f"{description} has a tensor of shape {tuple(tensor.shape)}, and the batch has "
-                f"{len(self)} samples along dim 0",
-                hint="close over what belongs to no sample in the loss; ctx.run(..., cut=False) runs a "
-                "model on inputs that are not cut",
-            )
-        return tensor[start:end] if tensor.ndim else tensor
+        return [
+            map_rows(partial(rows_of, start=start, end=end), value, len(self))
+            for start, end in places
+        ]
 
 
 class GatheredBatch(StepBatch):
@@ -113,6 +104,11 @@ class GatheredBatch(StepBatch):
     def target(self) -> Any:
         local = self._local_batch
         return self.input if local.target is local.input else self._gather(local.target)
+
+
+def map_rows(function: Callable[[Any], Any], value: Any, samples: int) -> Any:
+    """Return the value with every tensor, and every list with one item per sample, replaced."""
+    return map_tensors(function, value, lambda item: is_list_of_samples(item, samples))
 
 
 def is_list_of_samples(value: Any, samples: int) -> bool:
@@ -153,25 +149,16 @@ def joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
                 hint="give ctx.run and ctx.backward the batch itself, which they run micro-batch by "
                 "micro-batch, or pad all samples to one length",
             ) from error
-    if isinstance(first, Mapping):
-        whole: Any = (
-            {} if type(first) is dict else copy.copy(first)
-        )  # a model's output may have more than its items
-        for key in first:
-            whole[key] = joined([part[key] for part in parts], rows)
-        return whole
-    if isinstance(first, tuple | list):
-        if [len(part) for part in parts] == list(rows) and any(
-            map(is_list_of_samples, parts, rows)
-        ):
-            return type(first)(item for part in parts for item in part)
-        columns = [joined(column, rows) for column in zip(*parts, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if is_dataclass(first) and not isinstance(first, type):
-        whole = copy.copy(first)
-        for field in fields(first):
-            object.__setattr__(
-                whole, field.name, joined([getattr(part, field.name) for part in parts], rows)
-            )
-        return whole
-    return first
+    if any(map(is_list_of_samples, parts, rows)) and [*map(len, parts)] == [*rows]:
+        return type(first)(item for part in parts for item in part)
+    if (items := items_of(first)) is None:
+        return first
+    columns = [dict(items_of(part) or ()) for part in parts]
+    if any(column.keys() != columns[0].keys() for column in columns):
+        raise TrainingError(
+            f"outputs of micro-batches can't be joined: each {type(first).__name__} holds something else",
+            hint="return as many tensors, under the same names, whatever the samples are",
+        )
+    return with_items(
+        first, [joined([column[key] for column in columns], rows) for key, _ in items]
+    )

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 
 from paceline.base.errors import PlanRefused, TrainingError
+from paceline.base.nested import map_tensors
 from paceline.base.streams import seed_streams
 from paceline.job.own_step import BackwardResult, ModelNames
+from paceline.model.casts import autocast
 from paceline.model.forward_state import ForwardState
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.layout import Whole
-from paceline.training.feed import MicroBatch, map_tensors
+from paceline.training.feed import MicroBatch
 from paceline.training.loss import read_tally, with_gradient, without_total
 from paceline.training.own_step.gathered import gathered
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.step import BackwardWork, OwnStep
 from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
 from paceline.training.own_step.step_draws import WindowDraws
-from paceline.training.prepare import autocast
 from paceline.training.step import Backward
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from paceline.base.files import write_json
+from paceline.base.nested import tensors_in
 from paceline.checkpoint.dtypes import save_tensors
 from paceline.job.order import Window
 from paceline.job.own_step import is_of_script
-from paceline.model.tensors import tensors_in
 from paceline.runs.folder import SPIKES
 from paceline.torch_private import pytree
 from paceline.training.blame import sample_names

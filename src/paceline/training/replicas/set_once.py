@@ -15,12 +15,12 @@ import torch
 from paceline.base.streams import kept_streams, seed_streams
 from paceline.job.order import Order
 from paceline.model.attributes import is_same, plain_attributes
+from paceline.model.casts import autocast
 from paceline.model.forward_state import ForwardState, MappingSnapshots
 from paceline.model.randomness import forget_draws
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
 from paceline.training.feed import DataShard, is_stream, training_feed
-from paceline.training.prepare import autocast
 
 if TYPE_CHECKING:
     from paceline.training.rank_state import RankState
