@@ -14,7 +14,7 @@ from paceline.keras.draws import WholeBatchDraws
 from paceline.keras.gradients import Gradients
 from paceline.keras.part import Part, computing
 from paceline.keras.patches import Patch, patched
-from paceline.keras.wire import map_tensors, tensors_of
+from paceline.keras.tensors import map_tensors, tensors_of
 
 KINDS = ("train", "test", "predict")
 

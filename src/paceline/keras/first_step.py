@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,15 +20,15 @@ from typing import Any
 
 import torch
 
-from paceline.base.codec import receive
+from paceline.base.codec import send
 from paceline.base.errors import PacelineError, PlanRefused, in_words
 from paceline.keras.computation import Computation, joined, rows_of
 from paceline.keras.draws import ORDERS, several
-from paceline.keras.forks import Fork, Forks
+from paceline.keras.forks import Forks
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import set_random_state
-from paceline.keras.wire import send, tensors_of
+from paceline.keras.tensors import tensors_of
 from paceline.proof.compare import Furthest, off_by
 from paceline.proof.reference_loop import greatest
 
@@ -59,28 +60,31 @@ class Trial:
         return f"the first {self.kind} step of {type(self.computation.model).__name__} on several ranks"
 
 
-def settled_order(trial: Trial, forks: Forks, devices: Sequence[str], folder: Path) -> str:
+def settled_order(trial: Trial, fork: Callable[..., Forks], folder: Path) -> str:
     """Of `draws.ORDERS` the one by which ranks compute what one process does. This process's model is left alone.
 
     Args:
-        devices: Of the ranks. folder: For files by which the ranks meet.
+        fork: Makes forks of lives by rank. folder: For files by which the ranks meet.
 
     Raises:
         PlanRefused: none does.
     """
-    alone = forks.fork(partial(_try_alone, trial=trial), devices[0])
+    with closing(fork({0: partial(_try_alone, trial=trial)})) as alone:
+        return _order_of(trial, alone, fork, folder)
+
+
+def _order_of(trial: Trial, alone: Forks, fork: Callable[..., Forks], folder: Path) -> str:
     expected: dict[str, Any] = {}
     hint = _HINT.format(kind=trial.kind)
     for order in ORDERS:
         rendezvous = folder / uuid.uuid4().hex
-        ranks = [
-            forks.fork(
-                partial(_try, trial=trial, rank=rank, order=order, rendezvous=rendezvous), device
-            )
-            for rank, device in enumerate(devices)
-        ]
-        answers = _answers(ranks)
-        expected = expected or _answers([alone])[0]
+        lives = {
+            rank: partial(_try, trial=trial, rank=rank, order=order, rendezvous=rendezvous)
+            for rank in range(len(trial.cuts))
+        }
+        with closing(fork(lives)) as ranks:  # one that ended would be missed by others
+            answers = [_answer(ranks, rank) for rank in lives]
+        expected = expected or _answer(alone, 0)
         if (
             "failure" in expected
         ):  # of the step itself: it comes again in this process, where it can be seen
@@ -168,20 +172,12 @@ def _numbered(answer: Any) -> dict[str, Any]:
     return {f"result {number}": tensor for number, tensor in enumerate(tensors_of(answer))}
 
 
-def _answers(forks: Sequence[Fork]) -> list[Any]:
-    """What forks told, a failure of each that was killed. All end once the last has told: one that ended before
-    would be missed by those that still connect to it."""
+def _answer(forks: Forks, rank: int) -> Any:
+    """Return what a fork tells, or that it was killed."""
     try:
-        return [_answer(fork) for fork in forks]
-    finally:
-        for fork in forks:
-            fork.kill()
-
-
-def _answer(fork: Fork) -> Any:
-    try:
-        return receive(fork.connection)
+        return forks.receive(rank)
     except (EOFError, OSError):
+        forks.failure()  # which raises an error of sending it
         return {"failure": _KILLED}
 
 

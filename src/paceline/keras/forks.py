@@ -1,223 +1,124 @@
-"""Forks that compute with a model, and the pipe to each: of the calling process, or of one that left CUDA alone."""
+"""Forks that compute with a model as it is now, and the pipe to each.
+
+They are forks of the calling process, or of a new interpreter if the calling process has used CUDA, or will.
+"""
 
 from __future__ import annotations
 
-import gc
-import json
-import multiprocessing
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, Protocol
+from typing import Any
 
-from paceline.base.fork import die_with, prepare_to_fork
+import keras
+import torch
+
+from paceline.base.codec import send
+from paceline.keras.apart import Apart
 from paceline.keras.copies import packed, unpacked
-from paceline.launch.process.subprocess_call import in_a_fresh_process
+from paceline.launch.process.failure import Failure, cause_of, killed
+from paceline.launch.process.heartbeats import Heartbeat
+from paceline.launch.process.messages import Line
+from paceline.launch.process.supervisor import Supervisor
 
-Life = Callable[[Connection], None]
+_REPORT_S = 5.0  # for a rank that noticed the end of another one to hear why, and for a cause
+_LOOK_S = 0.5
 
-
-class Fork(Protocol):
-    """One fork. connection: this process's end of the pipe to it."""
-
-    connection: Connection
-
-    def exit_code(self, wait_s: float) -> int | None:
-        """Of a fork that has ended or does so in this time, else None."""
-
-    def kill(self) -> None:
-        """End it, if it has not ended, and close the pipe to it."""
+# It obeys or tells the other end of a pipe, and returns its failure, or None if it has no more to do.
+Life = Callable[[Connection], Failure | None]
 
 
-class Forks(Protocol):
-    """Where forks are made. Each prints nothing, and ends with the calling process."""
+class Forks:
+    """A fork for each rank. They print nothing, wait once they have no more to do, and end with this process.
 
-    def fork(self, live: Life, device: str) -> Fork:
-        """A fork that lives. device: on which it computes, where that is not as in the calling process."""
-
-    def close(self) -> None:
-        """Make no more."""
-
-
-class OwnForks:
-    """Forks of the calling process, which has left CUDA alone. They compute on the CPU."""
-
-    def __init__(self) -> None:
-        self._forks: list[_OwnFork] = []
-
-    def fork(self, live: Life, device: str) -> Fork:
-        prepare_to_fork()
-        self._forks = [fork for fork in self._forks if not fork.connection.closed]
-        process, parent_end = _forked(live, [fork.connection for fork in self._forks])
-        self._forks.append(_OwnFork(process, parent_end))
-        return self._forks[-1]
-
-    def close(self) -> None:
-        pass
-
-
-class _OwnFork:
-    def __init__(self, process: BaseProcess, connection: Connection) -> None:
-        self.process, self.connection = process, connection
-
-    def exit_code(self, wait_s: float) -> int | None:
-        self.process.join(wait_s)
-        return self.process.exitcode
-
-    def kill(self) -> None:
-        self.connection.close()
-        self.process.kill()
-        self.process.join()
-
-
-class ForkServer:
-    """Forks of a new interpreter. Each is sent the model as it is now, and has its tensors of a GPU on its own.
-
-    The calling process has used CUDA, or will: its own forks could not.
-
-    out_of_place: while what is sent must be as it is without this module's patches.
+    Args:
+        lives, devices: By rank. What a life holds is copied now.
+        while_sent: While what is sent to a new interpreter must be packed; None for forks of this process.
+        finish: Called on a thread once they have ended.
     """
 
-    def __init__(self, out_of_place: Callable[[], AbstractContextManager[None]]) -> None:
-        self._out_of_place = out_of_place
-        self._control, child_end = multiprocessing.Pipe()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(child_end,), name="fork server", daemon=True
-        )
-        self._thread.start()
+    def __init__(
+        self,
+        lives: Mapping[int, Life],
+        devices: Sequence[str],
+        while_sent: Callable[[], AbstractContextManager[None]] | None,
+        finish: Callable[[], object] = lambda: None,
+    ) -> None:
+        copies: Callable[[], Any] = lambda: lives  # noqa: E731
+        if while_sent is not None:
+            with while_sent():
+                copies = partial(unpacked, packed(lives))
+        begin = partial(_begin, copies, {rank: devices[rank] for rank in lives})
+        self._apart = Apart(begin, len(lives) + 1, is_sent=while_sent is not None, finish=finish)
+        self._control, *connections = self._apart.connections
+        self._connections = dict(zip(lives, connections, strict=True))
 
-    def _run(self, child_end: Connection) -> None:
-        try:
-            in_a_fresh_process(_serve, [child_end])
-        except BaseException as error:
-            self._error = error
-        finally:
-            child_end.close()
+    def send(self, rank: int, value: Any) -> None:
+        """Tell a rank. Raises OSError if it has ended."""
+        send(self._connections[rank], value)
 
-    def fork(self, live: Life, device: str) -> Fork:
-        parent_end, child_end = multiprocessing.Pipe()
-        try:
-            with self._out_of_place():
-                data = packed(live)
-            pid = self.ask("fork", device=device, data=data, handle=child_end.fileno())
-        finally:
-            child_end.close()
-        return _ServedFork(self, pid, parent_end)
+    def receive(self, rank: int) -> Any:
+        """Return what a rank tells. Raises EOFError if it has ended."""
+        return self._apart.receive(self._connections[rank])
 
-    def ask(
-        self, verb: str, *, data: bytes | None = None, handle: int | None = None, **options: Any
-    ) -> Any:
-        """
-        Raises:
-            RuntimeError: the server has ended.
-        """
-        try:
-            self._control.send_bytes(json.dumps({"do": verb, **options}).encode())
-            if handle is not None and data is not None:
-                send_handle(self._control, handle, None)
-                self._control.send_bytes(data)
-            return json.loads(self._control.recv_bytes())
-        except (OSError, EOFError):
-            self._thread.join()
-            raise self._error or RuntimeError("the process that makes forks has ended") from None
+    def failure(self) -> Failure | None:
+        """Return why they have ended, if they have or do so in time."""
+        failures = self._apart.answer(_REPORT_S)
+        return cause_of([*map(Failure.from_json, failures)]) if failures else None
 
     def close(self) -> None:
-        self._control.close()
-        self._thread.join()
+        """End them."""
+        with suppress(OSError):  # they have ended
+            send(self._control, "end")
+        self._apart.close()
 
 
-class _ServedFork:
-    def __init__(self, server: ForkServer, pid: int, connection: Connection) -> None:
-        self.server, self.pid, self.connection = server, pid, connection
+def _begin(
+    copies: Callable[[], Mapping[int, Life]],
+    devices: Mapping[int, str],
+    connections: Sequence[Connection],
+) -> Callable[[], list[str]]:
+    control, *ends = connections
+    pipes = dict(zip(devices, ends, strict=True))
 
-    def exit_code(self, wait_s: float) -> int | None:
-        code: int | None = self.server.ask("wait", pid=self.pid, wait_s=wait_s)
-        return code
+    def live(rank: int, line: Line) -> None:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the first rank prints the same
+        if devices[rank].startswith("cuda"):
+            torch.cuda.set_device(torch.device(devices[rank]))
+        with keras.device(torch.device(devices[rank]).type):
+            failure = copies()[rank](pipes[rank])
+        if failure is None:
+            signal.pause()
+        line.end(None, failure)
+        os._exit(0)  # the end of a process group would wait for its peers
 
-    def kill(self) -> None:
-        self.connection.close()
-        self.server.ask("kill", pid=self.pid)
-
-
-def _serve(connections: Sequence[Connection]) -> None:
-    """The life of the server: it makes forks as it is told until nobody speaks to it."""
-    (control,) = connections
-    processes: dict[int, BaseProcess] = {}
-    while True:
-        try:
-            order = json.loads(control.recv_bytes())
-        except (EOFError, OSError):
-            return
-        answer = None
-        if order["do"] == "fork":
-            child_end = Connection(recv_handle(control))
-            process = _process(
-                _be_sent, control.recv_bytes(), order["device"], child_end, control, os.getpid()
-            )
-            processes[answer := process.pid or 0] = process
-            child_end.close()
-        else:
-            process = processes[order["pid"]]
-            if order["do"] == "kill":
-                process.kill()
-            process.join(order.get("wait_s"))
-            answer = process.exitcode
-        control.send_bytes(json.dumps(answer).encode())
+    processes = Supervisor(live)  # not on the other thread, as Keras keeps its settings by thread
+    for end in ends:
+        end.close()
+    return partial(_watch, processes, set(devices), control)
 
 
-def _be_sent(
-    data: bytes, device: str, connection: Connection, control: Connection, parent_pid: int
-) -> None:
-    import keras
-    import torch
-
-    def live(connection: Connection) -> None:
-        if device.startswith("cuda"):
-            torch.cuda.set_device(torch.device(device))
-        with keras.device(torch.device(device).type):
-            unpacked(data)(connection)
-
-    _be_fork(live, connection, [control], parent_pid)
-
-
-def _forked(live: Life, not_its: Sequence[Connection]) -> tuple[BaseProcess, Connection]:
-    """not_its: this process's ends of other pipes. The fork closes them, or others would not hear that this process
-    has."""
-    parent_end, child_end = multiprocessing.Pipe()
-    process = _process(_be_fork, live, child_end, [parent_end, *not_its], os.getpid())
-    child_end.close()
-    return process, parent_end
-
-
-def _process(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(
-        target=target, args=arguments, daemon=True
-    )
-    process.start()
-    return process
-
-
-def _be_fork(
-    live: Life, connection: Connection, not_ours: Sequence[Connection], parent_pid: int
-) -> None:
-    try:
-        # What is garbage in the parent stays where it is: to destroy a process group is to wait for threads that a fork
-        # does not have, for ever or until a segmentation fault.
-        gc.freeze()
-        die_with(parent_pid)
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the calling process decides what an interrupt means
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the calling process prints the same
-        for other in not_ours:
-            other.close()
-        live(connection)
-    finally:
-        os._exit(0)
+def _watch(processes: Supervisor, ranks: set[int], control: Connection) -> list[str]:
+    """Return the failures that ended the forks, as JSON; none if they were told to end."""
+    failures: list[Failure] = []
+    silent = set(ranks)
+    with closing(processes):
+        for rank in ranks:
+            processes.start(rank)
+        while not control.poll() and all(failure.heard for failure in failures):
+            wait_s = _REPORT_S if failures else _LOOK_S
+            news = processes.wait([*silent], wait_s, also=[control.fileno()])
+            if failures and not news:
+                break
+            for rank, message in news:
+                silent.remove(rank)
+                failures.append(
+                    message.failure or killed(rank, message.value, Heartbeat(0, "step", 0.0))
+                )
+        for rank in ranks:
+            processes.end(rank)
+    return [failure.to_json() for failure in failures]

@@ -16,7 +16,7 @@ from keras.src.metrics.reduction_metrics import MeanMetricWrapper
 from paceline.base.errors import PlanRefused
 from paceline.keras.part import Part, computing, in_part
 from paceline.keras.patches import Patch, with_subclasses
-from paceline.keras.wire import map_tensors, tensors_of
+from paceline.keras.tensors import map_tensors, tensors_of
 
 _HINT = "give the metric values that have the samples along dim 0, or train with plan='single'"
 

@@ -9,18 +9,15 @@ computes a part. Between steps, workers are told new values of variables; after 
 
 from __future__ import annotations
 
-import select
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.base.codec import receive
 from paceline.base.errors import DriftError, UsageError
 from paceline.base.fork import forks_can_use_cuda
 from paceline.base.temporary import temporary_folder
@@ -29,18 +26,14 @@ from paceline.job.order import split
 from paceline.keras import first_step
 from paceline.keras.computation import KINDS, Computation, joined, rows_of
 from paceline.keras.devices import name_of, on_device, refuse_other_kinds
-from paceline.keras.forks import Fork, Forks, ForkServer, OwnForks
+from paceline.keras.forks import Forks
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import checksums, random_state, structure, variables, versions
-from paceline.keras.wire import send, tensors_of
+from paceline.keras.tensors import tensors_of
 from paceline.keras.worker import be_worker
-from paceline.launch.process.failure import Failure, RankFailed, cause_of, killed
-from paceline.launch.process.heartbeats import Heartbeat
+from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.rank_process import use_threads
-
-_REPORT_S = 5.0  # for a worker that failed to say so
-_LOOK_MS = 500
 
 
 class Ranks:
@@ -59,8 +52,8 @@ class Ranks:
             device.num_sharing == 1 for device in devices
         )
         self._computation = Computation(model)
-        self._workers: list[Fork] = []
-        self._forks: Forks = OwnForks()
+        self._workers: Forks | None = None
+        self._while_sent: Any = None  # see `Forks`
         self._group: RankGroup | None = None
         self._structure: list[Any] = []
         self._versions: list[int] = []
@@ -76,14 +69,10 @@ class Ranks:
         functions = {f"{kind}_function": getattr(self.model, f"{kind}_function") for kind in KINDS}
         threads = torch.get_num_threads()
         is_on_cpu = self.devices[0] == "cpu"
-        self._forks = (
-            OwnForks()
-            if is_on_cpu and forks_can_use_cuda()
-            else ForkServer(self._computation.out_of_place)
-        )
+        if not (is_on_cpu and forks_can_use_cuda()):
+            self._while_sent = self._computation.out_of_place
         with (
             temporary_folder() as self._folder,
-            closing(self._forks),
             on_device(self.model, self.devices[0]),
             self._computation.in_place(),
         ):
@@ -120,21 +109,17 @@ class Ranks:
                     self._uses_nccl,
                     random_state(self.devices[0]),
                 ),
-                self._forks,
-                self.devices,
+                partial(Forks, devices=self.devices, while_sent=self._while_sent),
                 self._folder,
             )
         self._begin(kind, batch, cuts)
         with self._failures():
-            assert self._group is not None
+            assert self._group is not None and self._workers is not None
             answer = self._computation.step(
                 kind, rows_of(batch, cuts[0]), Part(self._group, counts, self._orders[kind])
             )
             if kind == "predict":
-                answer = joined(
-                    [answer, *(receive(worker.connection)["outputs"] for worker in self._workers)],
-                    counts,
-                )
+                answer = joined([answer, *map(self._workers.receive, range(1, self.size))], counts)
         model_variables = variables(self.model)  # a first step may make some
         self._structure, self._versions = (
             structure(self.model, model_variables),
@@ -146,10 +131,10 @@ class Ranks:
         """Tell the workers of a step, with their samples and what changed since the last one."""
         model_variables = variables(self.model)
         current = structure(self.model, model_variables)
-        if self._workers and current != self._structure:
+        if self._workers is not None and current != self._structure:
             self._end()  # forks of the model as it is now take over
-        if not self._workers:
-            self._start()
+        if self._workers is None:
+            self._workers = self._start()
             self._versions = versions(model_variables)
         changed = {
             index: variable._value.data
@@ -166,51 +151,51 @@ class Ranks:
             "random": random_state(self.devices[0]),
         }
         with self._failures():
-            for cut, worker in zip(cuts[1:], self._workers, strict=True):
-                send(worker.connection, {**message, "batch": rows_of(batch, cut)})
+            for rank in range(1, self.size):
+                self._workers.send(rank, {**message, "batch": rows_of(batch, cuts[rank])})
 
-    def _start(self) -> None:
+    def _start(self) -> Forks:
         rendezvous = self._folder / uuid.uuid4().hex
-        for rank in range(1, self.size):
-            self._workers.append(
-                self._forks.fork(
-                    partial(
-                        be_worker,
-                        computation=self._computation,
-                        rank=rank,
-                        size=self.size,
-                        rendezvous=rendezvous,
-                        uses_nccl=self._uses_nccl,
-                    ),
-                    self.devices[rank],
+        self._workers = Forks(
+            {
+                rank: partial(
+                    be_worker,
+                    computation=self._computation,
+                    rank=rank,
+                    size=self.size,
+                    rendezvous=rendezvous,
+                    uses_nccl=self._uses_nccl,
                 )
-            )
+                for rank in range(1, self.size)
+            },
+            self.devices,
+            self._while_sent,
+            self._abort,
+        )
         use_threads(self.size)
         with self._failures():
             self._group = RankGroup(0, self.size, rendezvous, uses_nccl=self._uses_nccl)
-        if self._uses_nccl:
-            descriptors = [worker.connection.fileno() for worker in self._workers]
-            threading.Thread(
-                target=_abort_without, args=(self._group, descriptors), daemon=True
-            ).start()
+        return self._workers
+
+    def _abort(self) -> None:
+        """End what waits for a rank that is no more: NCCL does not notice."""
+        if (group := self._group) is not None:
+            group.abort()
 
     def _end(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-        for worker in self._workers:
-            worker.connection.close()
-        for worker in self._workers:
-            if worker.exit_code(_REPORT_S) is None:
-                worker.kill()
-        self._workers.clear()
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
     def _compare(self) -> None:
         """
         Raises:
             DriftError: variables of two ranks differ.
         """
-        if not self._workers or self._group is None:
+        if self._workers is None or self._group is None:
             return
         model_variables = variables(self.model)
         unchanged = [
@@ -221,8 +206,8 @@ class Ranks:
             if before == now
         ]
         with self._failures():
-            for worker in self._workers:
-                send(worker.connection, {"kind": "compare"})
+            for rank in range(1, self.size):
+                self._workers.send(rank, {"kind": "compare"})
             all_sums = self._group.gather(
                 checksums(model_variables).reshape(1, -1), [1] * self.size
             )
@@ -241,35 +226,10 @@ class Ranks:
         try:
             yield
         except (RuntimeError, OSError, EOFError) as error:
-            failures = [
-                failure
-                for rank, worker in enumerate(self._workers, 1)
-                if (failure := _failure(rank, worker))
-            ]
-            if failures and not cause_of(failures).heard:
-                raise RankFailed(cause_of(failures)) from error
+            failure = None if self._workers is None else self._workers.failure()
+            if failure is not None and not failure.heard:
+                raise RankFailed(failure) from error
             raise
-
-
-def _abort_without(group: RankGroup, descriptors: Sequence[int]) -> None:
-    """Waits until a worker has ended, or this process has closed its pipe, and ends the group."""
-    poller = select.poll()
-    for descriptor in descriptors:
-        poller.register(descriptor, 0)  # its hang-up alone
-    while not poller.poll(_LOOK_MS):
-        pass
-    group.abort()
-
-
-def _failure(rank: int, worker: Fork) -> Failure | None:
-    """What a worker says of its end, if it ended or is about to."""
-    with suppress(EOFError, OSError, ValueError):
-        while worker.connection.poll(_REPORT_S):
-            message = receive(worker.connection)
-            if "failure" in message:
-                return Failure.from_json(message["failure"])
-    code = worker.exit_code(_REPORT_S)
-    return None if code is None else killed(rank, code, Heartbeat(0, "step", 0.0))
 
 
 def _samples(batch: Any) -> int:

@@ -16,11 +16,11 @@ import torch
 from paceline.api.train import train
 from paceline.base.errors import UsageError
 from paceline.base.fork import forks_can_use_cuda
-from paceline.job.callback import Callback, EpochReport
+from paceline.job.callback import EpochReport
 from paceline.keras.as_job import job, load, load_weights
 from paceline.keras.copies import packed
 from paceline.keras.devices import on_device, refuse_other_kinds
-from paceline.keras.elsewhere import train_elsewhere
+from paceline.keras.elsewhere import TellsEpochs, train_elsewhere
 from paceline.strategies.plan import Plan
 
 _STEP_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -68,7 +68,7 @@ def fit(
     x, y, validation = _parted(
         x, y, arguments.get("validation_data"), arguments.get("validation_split", 0.0)
     )
-    listener = _TellsKeras(model, callbacks)
+    listener = _Listener(model, callbacks)
     shuffles = arguments.get("shuffle", True)
     fields: dict[str, Any] = {
         "batch_size": arguments.get("batch_size") or 32,
@@ -87,18 +87,20 @@ def fit(
         model.stop_training = False
         callbacks.on_train_begin()
         if forks_can_use_cuda():
-            train(job(model, x, y, callbacks=[listener], **fields), plan, **options)
+            train(
+                job(model, x, y, callbacks=[TellsEpochs(listener.hear)], **fields), plan, **options
+            )
         else:
             with on_device(model, "cpu"):
                 data = packed((job(model, x, y, **fields), plan, options))
-            train_elsewhere(data, listener)
+            train_elsewhere(data, listener.hear)
         if not listener.has_weights:
             load(model, run)
     callbacks.on_train_end(listener.logs)
     return model.history
 
 
-class _TellsKeras(Callback):
+class _Listener:
     """Lets Keras's callbacks hear of epochs, with the weights of the moment in the model.
 
     has_weights: whether the model has those of the run's end.
@@ -112,8 +114,9 @@ class _TellsKeras(Callback):
             False,
         )
 
-    def on_epoch(self, run: Any, epoch: EpochReport) -> None:
-        load_weights(self.model, run.state_dict())
+    def hear(self, epoch: EpochReport, weights: Mapping[str, torch.Tensor]) -> str | None:
+        """See `TellsEpochs`."""
+        load_weights(self.model, weights)
         self.has_weights = True
         before = _values(self.model)
         self.callbacks.on_epoch_begin(epoch.epoch)
@@ -122,8 +125,8 @@ class _TellsKeras(Callback):
             self.logs["val_loss"] = epoch.evaluation.validation_loss
         self.callbacks.on_epoch_end(epoch.epoch, self.logs)
         if self.model.stop_training:
-            run.stop("a callback of Keras stopped it")
-        elif any(
+            return "a callback of Keras stopped it"
+        if any(
             not np.array_equal(value, other)
             for value, other in zip(_values(self.model), before, strict=True)
         ):
@@ -131,6 +134,7 @@ class _TellsKeras(Callback):
                 "a callback changed weights or the learning rate, which ranks do not hear of",
                 hint="plan='data=N', or a schedule of keras.optimizers.schedules",
             )
+        return None
 
 
 def _values(model: Any) -> list[Any]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from paceline.base.codec import receive
+from paceline.base.codec import receive, send
 from paceline.keras.computation import Computation
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
 from paceline.keras.state import checksums, set_random_state, variables
-from paceline.keras.wire import send
-from paceline.launch.process.failure import failure_of
+from paceline.keras.tensors import map_tensors
+from paceline.launch.process.failure import Failure, failure_of
 from paceline.launch.process.heartbeats import Heartbeat
 from paceline.launch.process.rank_process import use_threads
 
@@ -27,8 +27,8 @@ def be_worker(
     size: int,
     rendezvous: Path,
     uses_nccl: bool,
-) -> None:
-    """The life of a fork that is a rank. It answers predictions and failures; it ends when nobody speaks to it."""
+) -> Failure:
+    """The life of a fork that is a rank. It answers predictions, and returns why it could not go on."""
     steps, kind = 0, "start"
     try:
         use_threads(size)
@@ -38,13 +38,8 @@ def be_worker(
                 message = receive(connection)
                 kind, steps = message["kind"], steps + 1
                 _compute(computation, group, message, connection)
-    except EOFError:
-        pass
     except BaseException as error:
-        send(
-            connection,
-            {"failure": failure_of(error, rank=rank, sign=Heartbeat(steps, kind, 0.0)).to_json()},
-        )
+        return failure_of(error, rank=rank, sign=Heartbeat(steps, kind, 0.0))
 
 
 def _compute(
@@ -64,4 +59,4 @@ def _compute(
         kind, message["batch"], Part(group, tuple(message["counts"]), message["order"])
     )
     if kind == "predict":
-        send(connection, {"outputs": answer})
+        send(connection, map_tensors(torch.Tensor.detach, answer))
