@@ -86,7 +86,7 @@ class Pair(NamedTuple):
         (Pair(1, 2), (1, 2)),
         (random.Random(1), random.Random(1).random()),
     ],
-    ids=str,
+    ids=["OrderedDict", "UserDict", "Pair", "Random"],
 )
 def test_what_subclasses_of_containers_become(value: Any, plain: Any):
     told = decode(encode(value))

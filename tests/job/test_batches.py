@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from paceline.base.errors import TrainingError
-from paceline.job.batches import collated, describe, mapped
+from paceline.base.nested import map_batch
+from paceline.job.batches import collated, describe
 from paceline.training.feed import MicroBatch
 
 
@@ -73,7 +74,7 @@ def test_samples_that_do_not_stack_are_told_of_collate():
 
 def test_a_target_that_is_the_input_stays_that():
     """It is moved and cast once."""
-    inputs, targets = mapped(lambda leaf: leaf + 1, collated([{"x": torch.zeros(1)}]))
+    inputs, targets = map_batch(lambda leaf: leaf + 1, collated([{"x": torch.zeros(1)}]))
     assert inputs is targets
 
 

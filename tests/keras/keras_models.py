@@ -178,3 +178,27 @@ class Failing(keras.Model):
         if os.getpid() != PID and int(self.optimizer.iterations) == 2:
             self.how()
         return super().train_step(data)
+
+
+class Squares(keras.layers.Layer):
+    """Adds a loss, the mean of squares."""
+
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+class TwoTowers(keras.Model):
+    """A class with a `call` and no configuration, whose layers add losses of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = [
+            keras.layers.Dense(4, activation="tanh", activity_regularizer="l2"),
+            keras.layers.Dense(4, kernel_regularizer="l1"),
+        ]
+        self.squares, self.head = Squares(), keras.layers.Dense(2)
+
+    def call(self, inputs):
+        first, second = self.towers
+        return self.head(self.squares(first(inputs["first"]) + second(inputs["second"])))

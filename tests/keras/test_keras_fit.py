@@ -16,23 +16,12 @@ import paceline as pl
 from paceline.base.errors import PlanError, PlanRefused, UsageError
 from paceline.launch.process.failure import RankFailed
 
-keras, models, dtypes = map(Later, ("keras", "keras_models", "keras.src.backend.common.dtypes"))
+keras, models = map(Later, ("keras", "keras_models"))
 ROUNDING = 1e-12
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)  # Keras's own
-
-
-@pytest.fixture(autouse=True)
-def real_float64(monkeypatch: pytest.MonkeyPatch):
-    """Keras computes in float32 where it promotes types; float64 tells a bug from rounding."""
-    monkeypatch.delitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64")
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    yield
-    keras.config.set_floatx(before[0])
-    keras.config.set_dtype_policy(before[1])
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # Keras's own
+    pytest.mark.usefixtures("real_float64"),
+]
 
 
 X = np.random.default_rng(0).normal(size=(60, 6))

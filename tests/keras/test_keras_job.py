@@ -17,7 +17,7 @@ from paceline.base.errors import JobError, UsageError
 pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation:DeprecationWarning"
 )  # Keras's own
-keras = Later("keras")
+keras, models = map(Later, ("keras", "keras_models"))
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": True, "clipnorm": 0.5},
     "Adam": {"amsgrad": True},
@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adafactor": {"learning_rate": 0.05},
     "Lamb": {"learning_rate": 0.05},
     "SGD of a global norm": {"learning_rate": 0.1, "global_clipnorm": 0.5},
+    "SGD of several steps": {"learning_rate": 0.1, "gradient_accumulation_steps": 3},
 }
 
 
@@ -215,6 +216,50 @@ def test_plans_that_split_a_keras_model_are_exact():
     assert [certificate.passed for certificate in certificates] == [True] * 4
 
 
+def of_layers() -> Any:
+    """Losses of weights, of activities and of a layer's own, in a class with a `call`, of inputs by name."""
+    return models.TwoTowers(), BY_NAME[0], X[:, :2]
+
+
+def masked() -> Any:
+    """A mean over the tokens that a mask leaves, and a loss of weights."""
+    x = np.where(
+        np.arange(7) < np.arange(60)[:, None] % 7 + 1, np.arange(420).reshape(60, 7) % 8 + 1, 0
+    )
+    layers = [
+        keras.layers.Embedding(9, 4, mask_zero=True),
+        keras.layers.LSTM(4, return_sequences=True, kernel_regularizer="l2"),
+        keras.layers.Dense(1),
+    ]
+    return keras.Sequential(layers), x, np.cumsum(x, 1)[..., None] / 10.0
+
+
+@pytest.mark.parametrize("plan", ["data=2", "shard=3"])
+@pytest.mark.parametrize("made", [of_layers, masked])
+def test_losses_of_layers_and_masks_are_those_of_keras(
+    made: Callable[[], Any], plan: str, real_float64: None, tmp_path
+):
+    """The weights after two epochs are those of `fit`, and so is the loss of an evaluation."""
+    trained = []
+    for is_planned in (False, True):
+        keras.utils.set_random_seed(3)
+        model, x, y = made()
+        model.compile(keras.optimizers.Adam(0.05, gradient_accumulation_steps=2), "mse")
+        if is_planned:
+            order = torch.utils.data.SequentialSampler(range(60))
+            job = pl.keras.job(
+                model, x, y, batch_size=16, epochs=2, sampler=order, validation_data=(x, y)
+            )
+            loss = pl.train(job, plan, run=tmp_path)["validation_loss"]
+            pl.keras.load(model, tmp_path)
+        else:
+            model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0)
+            loss = model.evaluate(x, y, batch_size=60, verbose=0)
+        trained.append([*model.get_weights(), np.asarray(loss)])
+    for value, expected in zip(*trained, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("compiled", "words"),
     [
@@ -225,3 +270,11 @@ def test_plans_that_split_a_keras_model_are_exact():
 def test_what_a_job_can_not_have_is_named(compiled: Callable[[], dict[str, Any]], words: str):
     with pytest.raises(JobError, match=words):
         pl.keras.job(classifier(**compiled()), X, Y)
+
+
+def test_a_class_with_a_training_step_of_its_own_is_refused():
+    plain = classifier()
+    model = models.Guided(plain.inputs, plain.outputs)
+    model.compile("adam", "mse")
+    with pytest.raises(JobError, match="Guided has its own train_step"):
+        pl.keras.job(model, X, Y)

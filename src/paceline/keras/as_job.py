@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import torch
+from keras.src.backend.common.masking import get_keras_mask
+from keras.src.backend.torch.trainer import TorchTrainer as Trainer
 from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.models.functional import Functional
 from safetensors.torch import load_file
 from torch import nn
 
 from paceline.base.errors import CheckpointError, JobError
 from paceline.job import Job
-from paceline.keras.devices import where
+from paceline.keras.copies import copy_of, packed
+from paceline.keras.devices import on_device, where
 from paceline.keras.optimizer import KerasOptimizer
 from paceline.runs.folder import MODEL
 
-_MEANS = ("sum_over_batch_size", "mean")
+_MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+_STEP = ("train_step", "compute_loss", "make_train_function")  # what the job's loop replaces
 _PREFIX = "model."  # of the Keras model's names in `KerasModule`
 
 
@@ -37,41 +43,46 @@ def job(
     """What `model.fit` would train, as a job: its loss, its optimizer, its weights as they are now.
 
     Args:
-        model: Functional or Sequential, compiled.
+        model: Compiled. It is called once with the first sample, which makes its weights if it has none yet.
         x, y: Arrays or tensors; of several inputs or outputs a dictionary of them by name, or a list in their order.
         fields: More fields of `Job`. The job's data order is Paceline's, fixed by `seed`.
 
     Raises:
         JobError: the model has something that a job can't have; the message names it.
     """
-    problems = list(_problems(model))
-    if problems:
-        raise JobError(
-            "; ".join(problems),
-            hint="pl.keras.fit with plan='data=N' trains any compiled Keras model",
-        )
-    inputs, outputs = _ports(model)
+    _refuse(_problems(model))
+    inputs, outputs = _ports(model, x, y)
+    _refuse(_loss_problems(model, outputs))
+    data = Samples(inputs.named(x, "x"), outputs.named(y, "y"))
+    loss, adds = KerasLoss.of(model, outputs), _adds(KerasModule(model, inputs, outputs), data)
     optimizer = model.optimizer
+    validation = validation_data and Samples(
+        inputs.named(validation_data[0], "x"), outputs.named(validation_data[1], "y")
+    )
     weights = {
         f"{_PREFIX}{name}": value.detach().to("cpu", copy=True)
         for name, value in model.state_dict().items()
     }
 
-    def samples(x: Any, y: Any) -> Samples:
-        return Samples(inputs.named(x, "x"), outputs.named(y, "y"))
+    if not adds and type(model) in (Functional, keras.Sequential):
+        copied = partial(keras.models.clone_model, model)
+    else:
+        with on_device(model, "cpu"):
+            copied = partial(copy_of, packed(model))
 
     def built() -> KerasModule:
         with keras.device("cpu"):
-            return KerasModule(keras.models.clone_model(model), inputs, outputs)
+            return KerasModule(copied(), inputs, outputs)
 
     return Job(
         model=built,
-        data=samples(x, y),
-        loss=KerasLoss.of(model, outputs),
+        data=data,
+        loss=None if adds else loss,
+        compute=LossOfLayers(loss) if adds else None,
         optimizer=lambda named: KerasOptimizer(named, optimizer),
         batch=batch_size,
         epochs=epochs,
-        validation=None if validation_data is None else samples(*validation_data),
+        validation=validation,
         init=weights,
         **fields,
     )
@@ -148,12 +159,23 @@ class Ports:
 
 
 def _functional(model: Any) -> Any:
-    return model._functional if isinstance(model, keras.Sequential) else model
+    """The graph of the model's layers; None for a class with a `call`, and for a Sequential without shapes."""
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
 
 
-def _ports(model: Any) -> tuple[Ports, Ports]:
-    """Inputs and outputs."""
+def _ports(model: Any, x: Any, y: Any) -> tuple[Ports, Ports]:
+    """Inputs and outputs; as the data has them where the model does not say."""
     functional = _functional(model)
+    if functional is None:
+        inputs, outputs = (
+            Ports.of(
+                value, [*map(str, range(len(value) if isinstance(value, list | tuple) else 1))]
+            )
+            for value in (x, y)
+        )
+        return inputs, outputs
     return (
         Ports.of(functional._inputs_struct, [tensor.name for tensor in functional.inputs]),
         Ports.of(functional._outputs_struct, functional.output_names),
@@ -270,55 +292,103 @@ def _loss(loss: Any) -> Any:
     return known if isinstance(known, keras.Loss) else LossFunctionWrapper(known)
 
 
+@dataclass(frozen=True)
+class LossOfLayers:
+    """(model, batch) -> the loss with what layers add to it, weighted by what a mask leaves of the samples."""
+
+    loss: KerasLoss
+
+    def __call__(self, module: Any, batch: Any) -> Any:
+        x, y = batch
+        output = module(**x) if isinstance(x, dict) else module(x)
+        with where(_leaves(output)[0]):
+            loss = self.loss(output, y) + sum(map(keras.ops.sum, module.model.losses))
+        module.model._clear_losses()  # a forward leaves no attributes
+        mask = get_keras_mask(_leaves(output)[0])
+        if mask is None:
+            return loss
+        count = mask.sum()
+        return loss * count, count
+
+
+def _adds(module: KerasModule, data: Samples) -> bool:
+    """Call the model with the first sample; return whether its layers add losses, or mask its outputs.
+
+    Raises:
+        JobError: they do what a loss and its count can't tell.
+    """
+    x, _ = data[0]
+    module.training = False
+    with torch.no_grad(), where(_leaves(x)[0]):
+        output = (
+            module(**{name: row[None] for name, row in x.items()})
+            if isinstance(x, dict)
+            else module(x[None])
+        )
+    model = module.model
+    masked = any(get_keras_mask(tensor) is not None for tensor in _leaves(output))
+    if masked and len(_leaves(output)) > 1:
+        _refuse(["one of several outputs is masked, and the losses are means over unequal counts"])
+    if masked and any(layer._get_own_losses() for layer in model._flatten_layers()):
+        _refuse(
+            [
+                "the output is masked, and a layer adds a loss of its samples, which has another count"
+            ]
+        )
+    adds = masked or bool(model.losses) or _functional(model) is None
+    model._clear_losses()
+    return adds
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    """
+    Raises:
+        JobError: there are some.
+    """
+    if listed := list(problems):
+        raise JobError(
+            "; ".join(listed),
+            hint="pl.keras.fit with plan='data=N' trains any compiled Keras model",
+        )
+
+
 def _problems(model: Any) -> Iterator[str]:
     """What stands in the way, in words."""
-    if not isinstance(model, keras.Model) or not model.compiled:
+    if not isinstance(model, Trainer) or not model.compiled:
         yield "model must be a compiled keras.Model"
         return
-    if not isinstance(model, keras.Sequential) and type(model).__name__ != "Functional":
-        yield f"{type(model).__name__} is a class of its own and may have a training step of its own"
-        return
-    functional = _functional(model)
-    if functional is None:
-        yield "the model has no shapes yet: begin it with keras.Input, or call it once"
-        return
-    for side, structure in (
-        ("inputs", functional._inputs_struct),
-        ("outputs", functional._outputs_struct),
-    ):
-        if any(
-            isinstance(item, dict | list | tuple)
-            for item in (
-                structure.values()
-                if isinstance(structure, dict)
-                else structure
-                if isinstance(structure, list | tuple)
-                else ()
-            )
-        ):
-            yield f"the model's {side} are nested deeper than a dictionary or a list"
-            return
-    if model.losses:
-        yield "the model adds losses or regularises weights, which a job's loss does not see"
-    losses = _by_output(model.loss, _ports(model)[1])
+    yield from (
+        f"{type(model).__name__} has its own {name}"
+        for name in _STEP
+        if getattr(type(model), name) is not getattr(Trainer, name)
+    )
+    if (functional := _functional(model)) is not None:
+        yield from (
+            f"the model's {side} are nested deeper than a dictionary or a list"
+            for side in ("inputs", "outputs")
+            for path, _ in keras.tree.flatten_with_path(getattr(functional, f"_{side}_struct"))
+            if len(path) > 1
+        )
+    if (kind := type(model.optimizer).__name__) in ("LossScaleOptimizer", "MultiOptimizer"):
+        yield f"the optimizer is a {kind}"
+    yield from (
+        f"the optimizer has {name}"
+        for name in ("use_ema", "_exclude_from_weight_decay")
+        if getattr(model.optimizer, name, None)
+    )
+    yield from (
+        f"the weight {variable.path!r} has a constraint"
+        for variable in model.trainable_variables
+        if variable.constraint is not None
+    )
+
+
+def _loss_problems(model: Any, outputs: Ports) -> Iterator[str]:
+    losses = _by_output(model.loss, outputs)
     if all(loss is None for loss in losses.values()):
         yield f"no output of {', '.join(losses)} has a loss"
     yield from (
         f"the loss is reduced by {_loss(loss).reduction!r} and not by a mean over the batch"
         for loss in losses.values()
         if loss is not None and _loss(loss).reduction not in _MEANS
-    )
-    masking = [
-        layer.name
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.Masking) or getattr(layer, "mask_zero", False)
-    ]
-    if masking:
-        yield f"the layer {masking[0]!r} masks a part of the samples, and the loss is the mean over the rest"
-    if (kind := type(model.optimizer).__name__) in ("LossScaleOptimizer", "MultiOptimizer"):
-        yield f"the optimizer is a {kind}"
-    yield from (
-        f"the optimizer has {name}"
-        for name in ("use_ema", "gradient_accumulation_steps")
-        if getattr(model.optimizer, name, None)
     )

@@ -71,7 +71,7 @@ def packed(value: Any) -> bytes:
         pickler.dump((settings, value, pickler.trackers, pickler.optimizers, pickler.variables))
     except Exception as error:
         raise UsageError(
-            f"ranks of a GPU start in a new interpreter, and something of the model can't be sent there: "
+            f"ranks start from a copy of the model, and something of it can't be copied: "
             f"{type(error).__name__}: {error}",
             hint="make such objects where they are used; or plan='single'",
         ) from error
@@ -79,7 +79,24 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The value, in a process that has this process's memory as its only source."""
+    """The value, and the settings, in a process that has this process's memory as its only source."""
+    settings, value = _loaded(data)
+    for name in ("floatx", "epsilon", "image_data_format"):
+        getattr(keras.config, f"set_{name}")(settings[name])
+    for name, setting in settings["global"].items():
+        global_state.set_global_attribute(name, setting)
+    torch.set_default_dtype(settings["default_dtype"])
+    torch.set_float32_matmul_precision(settings["matmul_precision"])
+    torch.use_deterministic_algorithms(settings["deterministic"])
+    return value
+
+
+def copy_of(data: bytes) -> Any:
+    """A copy of what this process, or the one that it is a fork of, has packed."""
+    return _loaded(data)[1]
+
+
+def _loaded(data: bytes) -> tuple[dict[str, Any], Any]:
     settings, value, trackers, optimizers, by_id = cloudpickle.loads(data)
     new_ids = {before: id(its) for before, its in by_id}
     for tracker in trackers:
@@ -96,14 +113,7 @@ def unpacked(data: bytes) -> Any:
                 if isinstance(known, dict)
                 else {new_ids[key] for key in known},
             )
-    for name in ("floatx", "epsilon", "image_data_format"):
-        getattr(keras.config, f"set_{name}")(settings[name])
-    for name, setting in settings["global"].items():
-        global_state.set_global_attribute(name, setting)
-    torch.set_default_dtype(settings["default_dtype"])
-    torch.set_float32_matmul_precision(settings["matmul_precision"])
-    torch.use_deterministic_algorithms(settings["deterministic"])
-    return value
+    return settings, value
 
 
 class _Pickler(cloudpickle.Pickler):

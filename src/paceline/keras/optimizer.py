@@ -30,6 +30,8 @@ class KerasOptimizer(torch.optim.Optimizer):
         named = list(named)
         with where(next(iter(dict(named).values()), torch.zeros(0))):
             optimizer = type(like).from_config(like.get_config())
+            names = "_exclude_from_weight_decay_pattern"  # which a configuration leaves out
+            setattr(optimizer, names, getattr(like, names, None))
             rule = _Rule(optimizer, dict(named))
         super().__init__(named, {_LEARNING_RATE: float(optimizer.learning_rate)})
         # In a function, as all that is kept of it is in `state`: it must not be looked for in attributes as well.

@@ -60,7 +60,9 @@ class _ObjectSnapshot:
             original.set_state(twin.get_state())
         else:
             items = _mapped(twin, _restored)
-            if not isinstance(items, tuple):
+            if isinstance(original, list):  # Keras's lists refuse what a built model gains
+                list.__setitem__(original, slice(None), items)
+            elif not isinstance(items, tuple):
                 original.clear()
                 (original.update if isinstance(items, dict | set) else original.extend)(items)
         return original
