@@ -128,17 +128,16 @@ class Watchdog:
 
         positions = within(_ANSWER_S + _STORE_S if rank else None, ask)
         if positions is None:  # rank 0 keeps the store; of the others nothing is known
-            return hang_failure(
-                {rank: position},
-                world_size=world_size,
-                rank=rank,
-                timeout_s=self.timeout_s,
-                silent=[0],
-            )
+            positions = {rank: position}
+            silent = [0]
+        else:
+            silent = [r for r in range(world_size) if r not in positions]
         failure = hang_failure(
-            positions, world_size=world_size, rank=rank, timeout_s=self.timeout_s
+            positions, world_size=world_size, rank=rank, timeout_s=self.timeout_s, silent=silent
         )
-        if len(positions) < world_size or is_awaited(positions.values()):
+        if failure.rank in silent:  # it said nothing of itself
+            return _as_seen(failure, self.context)
+        if is_awaited(positions.values()):
             return failure
         self.awake_s = time.monotonic()
         if rank == 0:
@@ -352,5 +351,11 @@ def _loss(context: RankContext, gone: list[int], how: str) -> Failure:
         heard=True,
         rank=gone[0],
     )
-    failure = failure_of(error, rank=context.rank, sign=context.sign_of(gone[0]))
-    return replace(failure, host=context.hosts[gone[0]]) if context.hosts else failure
+    return _as_seen(failure_of(error, rank=context.rank, sign=context.sign), context)
+
+
+def _as_seen(failure: Failure, context: RankContext) -> Failure:
+    """The report of a rank that made none, with its host and its last sign of life."""
+    sign = context.sign_of(failure.rank)
+    host = context.hosts[failure.rank] if context.hosts else os.uname().nodename
+    return replace(failure, host=host, step=sign.step, phase=sign.phase)
