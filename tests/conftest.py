@@ -359,3 +359,24 @@ def _be_child(work: Callable[[], Any], printed: Path) -> None:
 def wait_for_fixture() -> Callable[..., None]:
     """`wait_for(condition)` returns when it holds."""
     return until
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[Any]:
+    """Two nodes of this machine, with a CPU each."""
+    needed("ray")
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    started = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 1,
+            "include_dashboard": False,
+            "object_store_memory": 80 * 2**20,
+        },
+    )
+    started.second = started.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    started.wait_for_nodes(timeout=60)
+    yield started
+    started.shutdown()

@@ -9,10 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from later import needed
 
 from tests.namespaces import NetworkHost, NoNamespaces, network_hosts
 
@@ -89,24 +87,3 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
-
-
-@pytest.fixture
-def ray_cluster() -> Iterator[Any]:
-    """Two nodes of this machine, with a CPU each."""
-    needed("ray")
-    from ray.cluster_utils import Cluster
-
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    started = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": 1,
-            "include_dashboard": False,
-            "object_store_memory": 80 * 2**20,
-        },
-    )
-    started.second = started.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    started.wait_for_nodes(timeout=60)
-    yield started
-    started.shutdown()

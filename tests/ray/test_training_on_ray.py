@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +135,21 @@ def test_without_a_plan_each_device_has_a_replica(tmp_path: Path):
 # --- How ranks end ----------------------------------------------------------------------------------------------
 
 
-def report(rank: int, kind: str = "ValueError", exit_code: int = 1, heard: bool = False) -> str:
-    failure = Failure(rank, "a", kind, f"{kind}: said", exit_code, heard, 3, "forward", "", "", 0.0)
-    return json.dumps({"failure": failure.to_json(), "log": None})
+def failed(rank: int, kind: str = "ValueError", code: int = 1, **changed: Any) -> tuple[int, str]:
+    failure = Failure(rank, "a", kind, f"{kind}: said", code, False, 3, "forward", "", "", 0.0)
+    return rank, Message(0, "end", rank, None, replace(failure, **changed)).encode()
+
+
+def lost_1() -> tuple[int, str]:
+    """What rank 0 says of rank 1."""
+    said = Message.decode(failed(1, "PeerLost", 4, heard=True)[1])
+    return 0, replace(said, rank=0).encode()
+
+
+def refused(rank: int, kind: str) -> tuple[int, str]:
+    return rank, Message(
+        0, "end", rank, {"kind": kind, "error": f"{kind}: no", "hint": "yes"}
+    ).encode()
 
 
 class Wire:
@@ -158,13 +170,13 @@ class Wire:
         pass
 
 
-def ended(rank: int, code: int = 0, answer: str = "{}") -> tuple[int, str]:
-    return rank, Message(0, "end", rank, {"code": code, "answer": answer}).encode()
+def ended(rank: int, code: int = 0) -> tuple[int, str]:
+    return rank, Message(0, "ended", rank, code).encode()
 
 
-def outcome(*incoming: tuple[int, str | None], interrupted: list[int] | None = None) -> Any:
-    wire = Wire(*incoming)
-    return ray_training._Ends(wire, [0, 1]).hear_out(interrupted or []), wire.told  # type: ignore[arg-type]
+def hear_out(wire: Wire, interrupted: list[int] | None = None) -> None:
+    ends = ray_training._Ends(wire, [0, 1], Path("run"))  # type: ignore[arg-type]
+    ends.hear_out(interrupted or [])
 
 
 @pytest.fixture(autouse=True)
@@ -173,60 +185,72 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_training, "_POLL_S", 0.01)
 
 
-@pytest.mark.parametrize(
-    ("incoming", "expected"),
-    [
-        ([ended(0), ended(1)], None),
-        ([ended(0, 4, report(0, "PeerLost", 4, heard=True)), (1, None)], "node b is lost"),
-        ([(1, None)], "node b is lost"),  # rank 0 says nothing in time
-        (
-            [ended(1, -signal.SIGKILL, ""), ended(0, 4, report(0, "PeerLost", 4, heard=True))],
-            "rank 1 was killed by SIGKILL",
-        ),
-        ([ended(1, 4, ""), ended(0, 4, "")], "rank 0 lost the others"),
-    ],
-)
-def test_what_starts_ranks_again(incoming: Any, expected: str | None):
-    """A rank or a node that is gone; None is a run that is over."""
-    assert outcome(*incoming)[0] == expected
+def test_all_ranks_that_end_end_the_run():
+    hear_out(Wire(ended(0), ended(1)))
 
 
 @pytest.mark.parametrize(
-    ("incoming", "error", "message"),
+    ("incoming", "error", "exit_code", "message"),
     [
         (
-            [ended(1, 1, report(1)), ended(0, 1, "")],
+            [lost_1(), ended(0, 4), (1, None)],
             RankFailed,
-            "rank 1 on a failed(?s:.*)ValueError: said",
+            4,
+            r"rank 1 on a failed in step 3 \(forward\):\nnode b is lost",
+        ),
+        # rank 0 says nothing in time
+        ([(1, None)], RankFailed, 4, r"rank 1 on b failed in start \(start\):\nnode b is lost"),
+        (
+            [ended(1, -signal.SIGKILL), lost_1(), ended(0, 4)],
+            RankFailed,
+            4,
+            r"rank 1 on a failed in step 3 \(forward\):\nit was killed by SIGKILL",
         ),
         (
-            [ended(0, 2, '{"kind": "PlanError", "error": "no", "hint": "yes"}'), ended(1, 2, "")],
-            PlanError,
-            "no",
+            [lost_1(), failed(1, "PeerLost", 4), ended(0, 4), ended(1, 4)],
+            RankFailed,
+            4,
+            r"rank 1 on a failed in step 3 \(forward\):\nPeerLost: said",
         ),
-        ([ended(0, 3, report(0, "OutOfMemory", 3)), (1, None)], RankFailed, "OutOfMemory"),
-        ([ended(0, 7, ""), ended(1, 0)], PacelineError, "rank 0 ended with exit code 7"),
+        (
+            [failed(1), lost_1(), ended(1, 1), ended(0, 4)],
+            RankFailed,
+            1,
+            r"rank 1 on a failed in step 3 \(forward\):\nValueError: said",
+        ),
+        ([failed(0, "OutOfMemory", 3), ended(0, 3), (1, None)], RankFailed, 3, "OutOfMemory"),
+        ([refused(0, "PlanError"), ended(0, 2), ended(1, 2)], PlanError, 2, "no(?s:.*)hint: yes"),
+        (
+            [refused(0, "PeerLost"), refused(1, "PlanError"), ended(0, 4), ended(1, 2)],
+            PlanError,
+            2,
+            "PlanError: no",
+        ),
+        ([refused(0, "PeerLost"), ended(0, 4), (1, None)], RankFailed, 4, "node b is lost"),
+        ([refused(0, "PeerLost"), ended(0, 4), ended(1, 4)], PeerLost, 4, "PeerLost: no"),
+        ([ended(0, 7), ended(1)], PacelineError, 1, "rank 0 ended with exit code 7"),
     ],
 )
-def test_an_error_of_a_rank_is_the_run_s(incoming: Any, error: type[Exception], message: str):
-    """It would come again, so nothing is started again, whatever else was lost."""
-    with pytest.raises(error, match=message):
-        outcome(*incoming)
+def test_what_ended_the_ranks(incoming: Any, error: type[Exception], exit_code: int, message: str):
+    """The cause, as the rank that failed reports it, or as the others saw it if it is gone; 4 starts ranks again."""
+    with pytest.raises(error, match=message) as caught:
+        hear_out(Wire(*incoming))
+    assert caught.value.exit_code == exit_code  # type: ignore[attr-defined]
 
 
 def test_a_signal_is_passed_on_once_and_the_second_ends_all():
     """Ranks save after the first."""
-    preempted = report(0, "Preempted", 5)
-    wire, signals = Wire(ended(0, 5, preempted), ended(1, 5, preempted)), [int(signal.SIGINT)]
+    preempted = [failed(rank, "Preempted", 5) for rank in range(2)]
+    wire = Wire(*preempted, ended(0, 5), ended(1, 5))
     with pytest.raises(RankFailed) as caught:
-        ray_training._Ends(wire, [0, 1]).hear_out(signals)  # type: ignore[arg-type]
+        hear_out(wire, [int(signal.SIGINT)])
     assert caught.value.exit_code == 130
     assert [(node, message["kind"], message["value"]) for node, message in wire.told] == [
         (0, "order", 15),
         (1, "order", 15),
     ]
     with pytest.raises(Preempted):
-        ray_training._Ends(Wire(), [0, 1]).hear_out([15, 15])  # type: ignore[arg-type]
+        hear_out(Wire(), [15, 15])
 
 
 def test_nodes_that_do_not_come_back_are_waited_for_in_vain(
@@ -240,17 +264,19 @@ def test_nodes_that_do_not_come_back_are_waited_for_in_vain(
     assert capsys.readouterr().err.count("waiting") == 1
 
 
-def test_restarts_end_where_nothing_is_gained(tmp_path: Path):
-    """A third start in a row that comes no further than the first; or none is left."""
-    run = RayRun("auto", FILE, pl.Plan(), tmp_path, {}, 1.0)
+def test_restarts_end_where_nothing_is_gained(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A third start in a row that comes no further than the first; or none is left. What was lost is raised then."""
+    run, lost = RayRun("auto", FILE, pl.Plan(), tmp_path, {}, 1.0), PeerLost("node b is lost")
     attempts = ray_training._Attempts(run, RestartPolicy(10))
     (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n{"st')
     for _ in range(3):
-        attempts._note_restart("node b is lost")
-    with pytest.raises(PeerLost, match="no further than step 4"):
-        attempts._note_restart("node b is lost")
-    with pytest.raises(PeerLost, match="no restarts are left"):
-        ray_training._Attempts(run, RestartPolicy(0))._note_restart("node b is lost")
+        attempts._note_restart(lost)
+    with pytest.raises(PeerLost, match="node b is lost"):
+        attempts._note_restart(lost)
+    assert "no further than step 4" in capsys.readouterr().err
+    with pytest.raises(PeerLost, match="node b is lost"):
+        ray_training._Attempts(run, RestartPolicy(0))._note_restart(lost)
+    assert "no restarts are left" in capsys.readouterr().err
 
 
 # --- A node -----------------------------------------------------------------------------------------------------
@@ -278,7 +304,8 @@ def test_a_node_starts_ranks_and_says_how_they_end(tmp_path: Path):
     """With their variables, in the working folder, and what they print; the end of its stdin ends them."""
     (tmp_path / "rank.py").write_text(
         "import os, sys, time\nprint('rank', os.environ['RANK'], os.getcwd(), file=sys.stderr, flush=True)\n"
-        "print('{}', flush=True)\nos.environ['RANK'] == '1' and time.sleep(600)\n"
+        "print('''" + Message(0, "end", 0).encode() + "''', flush=True)\n"
+        "os.environ['RANK'] == '1' and time.sleep(600)\n"
     )
     with node(tmp_path) as started:
         assert started.stdin is not None and started.stdout is not None
@@ -293,14 +320,13 @@ def test_a_node_starts_ranks_and_says_how_they_end(tmp_path: Path):
                 ).encode()
                 + "\n"
             )
-        messages = [Message.decode(started.stdout.readline()) for _ in range(3)]
+        messages = [Message.decode(started.stdout.readline()) for _ in range(5)]
         assert {message.value for message in messages if message.kind == "report"} == {
             f"rank 0 {tmp_path}",
             f"rank 1 {tmp_path}",
         }
-        assert [(message.rank, message.value) for message in messages if message.kind == "end"] == [
-            (0, {"code": 0, "answer": "{}\n"})
-        ]
+        assert messages.count(Message(0, "end", 0)) == 2
+        assert Message(0, "ended", 0, 0) in messages
         started.stdin.close()
         assert started.wait(timeout=20) == 0
 

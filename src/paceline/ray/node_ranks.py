@@ -3,9 +3,9 @@
     python -m paceline.ray.node_ranks
 
 The first line is a `TrainingGreeting`, the others are `Message`s; the end of stdin kills the ranks.
-Lines that ranks print on stderr are sent back one by one ("report"). The end of each rank is sent
-with its exit code and what it printed on stdout ("end"). The program that starts this process
-carries the lines (`ray/nodes.py`).
+Lines that ranks print on stderr are sent back one by one ("report"), and lines that they print on
+stdout, which are `Message`s, as they are. The end of each rank is sent with its exit code
+("ended"). The program that starts this process carries the lines (`ray/nodes.py`).
 """
 
 from __future__ import annotations
@@ -97,20 +97,20 @@ class _Ranks:
         )
         assert process.stdout is not None and process.stderr is not None
         self.processes[rank] = process
-        printed = asyncio.create_task(process.stdout.read())
-        relayed = asyncio.create_task(self._relay(rank, process.stderr))
+        relays = [self._relay(rank, process.stderr), self._forward(process.stdout)]
+        tasks = [asyncio.create_task(relay) for relay in relays]
         code = await process.wait()
-        await asyncio.wait([printed, relayed], timeout=_PRINTED_S)
+        await asyncio.wait(tasks, timeout=_PRINTED_S)
         del self.processes[rank]
-        self.tell(
-            "end",
-            rank,
-            {"code": code, "answer": printed.result().decode() if printed.done() else ""},
-        )
+        self.tell("ended", rank, code)
 
     async def _relay(self, rank: int, lines: asyncio.StreamReader) -> None:
         while line := await lines.readline():
             self.tell("report", rank, line.decode(errors="replace").rstrip("\n"))
+
+    async def _forward(self, messages: asyncio.StreamReader) -> None:
+        while (line := await messages.readline()).endswith(b"\n"):
+            write_line(self.out, line.decode().rstrip("\n"))
 
 
 async def serve() -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ from paceline.launch.hosts import host_process
 from paceline.launch.hosts.environment import refuse_tls
 from paceline.launch.hosts.nodes import NodeTransport, answers_to_greetings
 from paceline.launch.hosts.shared_files import marked
-from paceline.launch.process.failure import Failure, cause_of, ended_by
+from paceline.launch.process.failure import Failure, RankFailed, cause_of, ended_by, killed
 from paceline.launch.process.fault_policy import RESTARTS, RestartPolicy
+from paceline.launch.process.heartbeats import Heartbeat
 from paceline.launch.process.messages import Message
 from paceline.planner.resolve import default_plan
 from paceline.ray.node_ranks import TrainingGreeting
@@ -165,6 +166,12 @@ class RayRun:
             if is_new:
                 folder.remove_if_never_began(self.run_dir, error)
             raise
+        except PacelineError as error:
+            failed = error if isinstance(error, RankFailed) else error.__cause__
+            if isinstance(failed, RankFailed) and self.run_dir.exists():
+                folder.write_failure(self.run_dir, str(self.plan), failed)
+                failed.run_dir = self.run_dir
+            raise
         return Result(folder.read_summary(self.run_dir), self.run_dir, job)
 
 
@@ -220,6 +227,22 @@ class _Attempts:
         if self.num_starts > 1:
             folder.wait_until_unclaimed(run.run_dir, timeout_s=_LOCK_S)
         nodes = self._nodes()
+        try:
+            self._run_at(nodes)
+        except PacelineError as error:
+            if error.exit_code != PeerLost.exit_code:
+                raise
+            self._note_restart(error)
+            return False
+        return True
+
+    def _run_at(self, nodes: list[Node]) -> None:
+        """Run the ranks to their end.
+
+        Raises:
+            PacelineError: what ended them.
+        """
+        run = self.run
         with placed(run.plan.world_size, nodes, timeout_s=_START_S) as places:
             if places is None:
                 raise ClusterError(
@@ -228,15 +251,7 @@ class _Attempts:
                     hint="`ray status` says what is free",
                 )
             with closing(RayTransport(places, ["-m", "paceline.ray.node_ranks"])) as wire:
-                ends = self._start(wire, places)
-                lost = (
-                    ends.hear_out(self.interrupted)
-                    if ends is not None
-                    else "a node was lost while it started"
-                )
-        if lost is not None:
-            self._note_restart(lost)
-        return lost is None
+                self._start(wire, places).hear_out(self.interrupted)
 
     def _nodes(self) -> list[Node]:
         """Return the nodes that are there; wait until they have enough devices, because they had
@@ -266,8 +281,12 @@ class _Attempts:
             time.sleep(_POLL_S)
         return nodes
 
-    def _start(self, wire: NodeTransport, places: list[Place]) -> _Ends | None:
-        """Start the ranks; return None if a node is lost meanwhile."""
+    def _start(self, wire: NodeTransport, places: list[Place]) -> _Ends:
+        """Start the ranks.
+
+        Raises:
+            PeerLost: a node is lost meanwhile.
+        """
         run, each = self.run, self.run.plan.world_size // len(places)
         with marked(run.source, run.run_dir) as shared:
             greeting = asdict(TrainingGreeting(shared, str(Path.cwd())))
@@ -276,7 +295,7 @@ class _Attempts:
             answers = answers_to_greetings(wire, _START_S, expected="port")
         first = answers[0]
         if first is None or None in answers.values():
-            return None
+            raise PeerLost("a node was lost while it started")
         options = {**run.options, "resume": run.options.get("resume") or self.num_starts > 1}
         words = [
             "-m",
@@ -307,20 +326,22 @@ class _Attempts:
         _tell(
             f"Ray: {each} of {run.plan.world_size} ranks on each of {', '.join(place.name for place in places)}"
         )
-        return _Ends(wire, [rank // each for rank in range(run.plan.world_size)])
+        return _Ends(wire, [rank // each for rank in range(run.plan.world_size)], run.run_dir)
 
-    def _note_restart(self, why: str) -> None:
+    def _note_restart(self, lost: PacelineError) -> None:
         """Count a restart.
 
         Raises:
-            PeerLost: ranks were lost too often, or came no further.
+            PacelineError: `lost`, if ranks were lost too often, or came no further.
             Preempted: the run was asked to stop.
         """
         if self.interrupted:
             raise _stop(self.interrupted[0])
         step = _steps(self.run.run_dir)
         if hint := self.restarts.why_not(step):
-            raise PeerLost(why, hint=hint)
+            _tell(hint)
+            raise lost
+        why = " ".join(str(lost.args[0]).splitlines()[:2])
         _tell(f"{why}; all ranks start again {self.restarts.count(step)}")
 
 
@@ -330,24 +351,23 @@ class _Ends:
 
     wire: NodeTransport
     homes: list[int]  # the node of each rank
+    run_dir: Path
     codes: dict[int, int] = field(default_factory=dict)
-    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    lost: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)  # what ranks said of their ends
+    refusals: dict[int, Any] = field(default_factory=dict)  # errors that are not of a rank's work
+    lost: set[int] = field(default_factory=set)  # ranks whose node is lost
 
     @cached_property
     def _deadline_s(self) -> float:
         """The time by which the others must end, once a rank has failed or was lost."""
         return time.monotonic() + _END_S
 
-    def hear_out(self, interrupted: list[int]) -> str | None:
+    def hear_out(self, interrupted: list[int]) -> None:
         """Pass on what ranks print, and requests to stop, until all ranks have ended or one was
         lost.
 
-        Returns:
-            The rank or node whose loss ended the ranks, in words; None if the run is over.
-
         Raises:
-            PacelineError: the error of a rank.
+            PacelineError: what ended the ranks before the run was over.
         """
         passed_on = 0
         while len(self.codes) + len(self.lost) < len(self.homes):
@@ -361,13 +381,13 @@ class _Ends:
                     self.wire.tell(node, Message(0, "order", 0, int(signal.SIGTERM)).encode())
             if (self.lost or any(self.codes.values())) and time.monotonic() > self._deadline_s:
                 break
-        return self._outcome(interrupted)
+        self._raise_cause(interrupted)
 
     def _hear(self, node: int, line: str | None) -> None:
         if line is None:
             self.wire.drop(node)
             self.lost |= {
-                rank: f"node {self.wire.names[node]} is lost"
+                rank
                 for rank, home in enumerate(self.homes)
                 if home == node and rank not in self.codes
             }
@@ -375,44 +395,55 @@ class _Ends:
         message = Message.decode(line)
         if message.kind == "report":
             print(message.value, file=sys.stderr, flush=True)
-            return
-        self.codes[message.rank] = message.value["code"]
-        if answer := message.value["answer"]:
-            self.answers[message.rank] = json.loads(answer)
+        elif message.failure is not None:
+            self.failures[message.rank] = message.failure
+        elif message.kind == "end":
+            self.refusals[message.rank] = message.value
+        else:
+            self.codes[message.rank] = message.value
 
-    def _outcome(self, interrupted: list[int]) -> str | None:
-        failures = [(rank, answer) for rank, answer in sorted(self.answers.items()) if answer]
-        reports = {
-            rank: Failure.from_json(answer["failure"])
-            for rank, answer in failures
-            if "failure" in answer
-        }
-        for rank, answer in failures:
-            if rank not in reports and self.codes[rank] != PeerLost.exit_code:
-                value_of(json.dumps(answer).encode(), self.codes[rank])  # which raises it
-        cause = cause_of(list(reports.values())) if reports else None
-        if cause is not None and cause.exit_code != PeerLost.exit_code:
-            log = next(answer["log"] for rank, answer in failures if reports.get(rank) is cause)
-            raise ended_by(cause, log, interrupted)
-        if self.lost:
-            return " and ".join(dict.fromkeys(self.lost.values()))
-        killed = [rank for rank, code in self.codes.items() if code < 0]
-        if killed:
-            return f"rank {killed[0]} was killed by {signal.Signals(-self.codes[killed[0]]).name}"
+    def _raise_cause(self, interrupted: list[int]) -> None:
+        cause, failed = self._cause(), None
         if cause is not None:
-            return f"rank {cause.rank}: {cause.message.partition(chr(10))[0]}"
-        missing = [rank for rank in range(len(self.homes)) if rank not in self.codes]
-        if missing:
-            return f"rank {missing[0]} did not end after the others had failed"
-        failed = [rank for rank, code in sorted(self.codes.items()) if code]
-        if not failed:
-            return None
-        if self.codes[failed[0]] == PeerLost.exit_code:
-            return f"rank {failed[0]} lost the others"
-        raise PacelineError(
-            f"rank {failed[0]} ended with exit code {self.codes[failed[0]]}",
-            hint="what it printed is above",
+            log = self.run_dir / "logs" / f"rank-{cause.rank}.log"
+            failed = ended_by(cause, str(log), interrupted)
+        # Ranks that are lost, or can't meet, may follow from what another one says.
+        refusals = sorted(
+            (refusal["kind"] == PeerLost.__name__, rank) for rank, refusal in self.refusals.items()
         )
+        for is_lost, rank in refusals[:1]:
+            if cause is None or (
+                not is_lost and (cause.rank == rank or cause.exit_code == PeerLost.exit_code)
+            ):
+                try:
+                    value_of(json.dumps(self.refusals[rank]).encode(), 1)  # which raises it
+                except PacelineError as error:
+                    raise error from failed
+        if failed is not None:
+            raise failed
+        for rank, code in sorted(self.codes.items()):
+            if code:
+                raise PacelineError(
+                    f"rank {rank} ended with exit code {code}", hint="what it printed is above"
+                )
+
+    def _cause(self) -> Failure | None:
+        """Return the failure that ended the ranks; of one that is gone, as the others saw it."""
+        failures = list(self.failures.values())
+        gone = self.lost | {rank for rank, code in self.codes.items() if code < 0}
+        cause = cause_of(failures) if failures else None
+        if not gone or (cause is not None and not cause.heard):
+            return cause
+        rank, sign, host = min(gone), Heartbeat(0, "start", 0.0), ""
+        for seen in failures:
+            if seen.rank in gone:
+                rank, sign, host = seen.rank, Heartbeat(seen.step, seen.phase, 0.0), seen.host
+        home = self.wire.names[self.homes[rank]]
+        failure = replace(killed(rank, self.codes.get(rank), sign), host=host or home)
+        if rank in self.lost:
+            hint = "--resume goes on from the last checkpoint"
+            return replace(failure, message=f"node {home} is lost", hint=hint)
+        return failure
 
 
 def _variables(

@@ -135,7 +135,7 @@ def _be_rank(
     if shared.copies is not None:
         shared.copies.address = CopyAddress(**start["copies"])
     host_context.begin(
-        host_context.HostContext(slot, board, partial(line.end, None), shared.copies)
+        host_context.HostContext(partial(line.end, None), board, slot, shared.copies)
     )
     try:
         body()

@@ -196,7 +196,7 @@ class JoinedRank:
         )
         self.board, slot = (
             (hosted_rank.board, hosted_rank.slot)
-            if hosted_rank is not None
+            if hosted_rank is not None and hosted_rank.board is not None
             else (
                 HeartbeatTable.of_launch(attempt, environment.world_size),
                 environment.rank,
@@ -314,12 +314,11 @@ def _join_liveness(
 
 
 def _hosts_of_ranks(store: Any, environment: Environment, attempt: str) -> tuple[str, ...]:
-    """Name and address of each rank's host. Collective."""
+    """The name of each rank's host. Collective."""
     if environment.local_world_size == environment.world_size:
         return ()
-    name, address = socket.gethostname(), address_towards(environment.master_address)
     keys = [f"host/{attempt}/{rank}" for rank in range(environment.world_size)]
-    store.set(keys[environment.rank], f"{name} ({address})" if address else name)
+    store.set(keys[environment.rank], socket.gethostname())
     with waiting:
         return tuple(host.decode() for host in store.multi_get(keys))
 

@@ -1,4 +1,4 @@
-"""What a rank has from the process of its host, where that is one of several and started it as a fork."""
+"""What a rank has from the process of its host, where that started it and tells of its end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.launch.process.heartbeats import HeartbeatTable
 
 @dataclass(frozen=True)
 class HostContext:
-    """slot: its number on the host. board: where it leaves signs of life for the host. report: tells the host why the
-    rank ends. copies: of the run's state, that hosts keep; None without restarts."""
+    """report: tells the host why the rank ends. board: where it leaves signs of life for the host, if that looks for
+    them. slot: its number on the host. copies: of the run's state, that hosts keep; None without restarts."""
 
-    slot: int
-    board: HeartbeatTable
     report: Callable[[Failure], None]
-    copies: HostCopies | None
+    board: HeartbeatTable | None = None
+    slot: int = 0
+    copies: HostCopies | None = None
 
 
 _this_rank: HostContext | None = None
@@ -30,6 +30,6 @@ def this_rank() -> HostContext | None:
 
 
 def begin(rank: HostContext) -> None:
-    """Say in a fork that it is this rank."""
+    """Say that this process is this rank."""
     global _this_rank
     _this_rank = rank
