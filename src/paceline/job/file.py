@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 from paceline.base.errors import JobError, PacelineError, UsageError, nearest
+from paceline.base.imports import without_collector
 from paceline.job import Job
 from paceline.job.choices import chosen
 from paceline.job.file_imports import _neighbours_of, _open_imports, _python_files
@@ -81,7 +82,8 @@ class JobFile:
             JobError: the file, its function, a setting or the job itself is wrong; the message says
                 where.
         """
-        return self.open().job(self.settings)
+        with without_collector():  # libraries are imported: a second of a core with Transformers
+            return self.open().job(self.settings)
 
     def open(self) -> JobFunction:
         """Run the file afresh, with the modules beside it, and find its function.
