@@ -7,7 +7,7 @@ checkpoint can take longer than that, so code that does it gives a sign after ea
         file.write(part)
         long_work.advanced()
 
-Work that hangs gives no sign, so the watchdog still finds it.
+Work that hangs gives no sign, so the watch still finds it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class LongWork:
 
     def advanced(self) -> None:
         """Give the sign that a part is done."""
-        main = threading.main_thread()
-        if threading.current_thread() is main or main.ident in waiting:
+        if threading.current_thread() is threading.main_thread() or waiting.depth:
             self.tell()
 
 

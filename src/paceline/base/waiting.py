@@ -1,6 +1,6 @@
 """Marks of a rank that it waits for others.
 
-The watchdog of a hanging run looks at every rank's main thread, because a rank that waits for
+The watch of a hanging run looks at every rank's main thread, because a rank that waits for
 others is not the one that hangs. It recognises a collective of torch on the stack. All other waits
 mark themselves:
 
@@ -16,29 +16,26 @@ from typing import Any
 
 
 class Waiting:
-    """The threads of this process that wait. A thread may enter several times."""
+    """Whether the main thread waits. Other threads' waits say nothing of a rank.
+
+    depth: how often the main thread has entered.
+    """
 
     def __init__(self) -> None:
-        self._threads: list[int] = []
-        # Called with whether the main thread waits, by that thread alone: a call by another thread
-        # could be late.
+        self.depth = 0
+        # Called by the main thread with whether it waits.
         self.tell: Callable[[bool], None] = lambda waits: None
 
     def __enter__(self) -> None:
-        self._threads.append(threading.get_ident())
-        self._tell()
+        self._count(1)
 
     def __exit__(self, *error: Any) -> None:
-        self._threads.remove(threading.get_ident())
-        self._tell()
+        self._count(-1)
 
-    def __contains__(self, thread: int | None) -> bool:
-        """Whether a thread waits, which is given by its ident."""
-        return thread in self._threads
-
-    def _tell(self) -> None:
-        if (thread := threading.get_ident()) == threading.main_thread().ident:
-            self.tell(thread in self._threads)
+    def _count(self, change: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.depth += change
+            self.tell(self.depth > 0)
 
 
 waiting = Waiting()

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from paceline.launch.hosts import launcher_rank, liveness
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.hosts.liveness import Hub, Spoke
 from paceline.launch.process import watchdog
-from paceline.launch.process.watchdog import Watchdog
 
 SECRET = b"the secret of a run"
 
@@ -152,7 +150,8 @@ def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
 def in_a_collective_of_nccl() -> None:
     """The main thread is in C and comes back from nothing that happens to other ranks."""
-    ctypes.CDLL(None).pause()
+    while True:
+        ctypes.CDLL(None).pause()  # which a signal ends
 
 
 def body_of(misbehave: dict[int, Callable[[], Any]]) -> Callable[[Any], None]:
@@ -194,41 +193,47 @@ def test_others_end_when_a_rank_is_killed(start_ranks: Any, culprit: int):
     )
 
 
-@pytest.mark.sweep(1)
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_others_end_when_a_rank_is_stopped(
-    start_ranks: Any, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """After the timeout: it might go on before. The timeout is short from when the others wait, who have all the time
-    that they need to say where they are."""
-    watchdogs: list[Watchdog] = []
-    enter = Watchdog.__enter__
-
-    def enter_known(self: Watchdog) -> Watchdog:
-        watchdogs.append(self)
-        return enter(self)
-
-    def sleep(pause_s: float) -> None:
-        if pause_s == watchdog._ANSWER_S and culprit:  # else the store is stopped, too
-            (tmp_path / f"said-{os.getpid()}").touch()
-            until(lambda: len(list(tmp_path.glob("said-*"))) == 2)
-        else:
-            time.sleep(pause_s)
+def hang_together(misbehave: Callable[[], Any], culprit: int) -> Callable[[Any], None]:
+    """A body in whose third step a rank misbehaves, and all are watched with a short patience from there on."""
 
     def body(context: Any) -> None:
         dist.barrier()
         context.step = 3
-        context.beat("reduce")
-        watchdogs[0].timeout_s = 3.0
-        (stop if context.rank == culprit else in_a_collective_of_nccl)()
+        context.beat("input" if context.rank == culprit else "reduce")
+        context.watch.patience_s = 3.0
+        (misbehave if context.rank == culprit else in_a_collective_of_nccl)()
 
-    monkeypatch.setattr(Watchdog, "__enter__", enter_known)
-    monkeypatch.setattr(watchdog, "_STORE_S", 100.0 if culprit else 1.0)
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
-    ranks = start_ranks(3, body, timeout_s=600.0)
+    return body
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_others_end_when_a_rank_is_stopped(start_ranks: Any, culprit: int):
+    """After the timeout: it might go on before. Another rank looks, whichever is stopped."""
+    ranks = start_ranks(3, hang_together(stop, culprit), timeout_s=600.0)
     others = [rank for number, rank in enumerate(ranks) if number != culprit]
     assert [rank.exit_code() for rank in others] == [PeerLost.exit_code] * 2
-    assert f"rank {culprit} gave no sign of life for 3 s" in "".join(rank.stderr for rank in others)
+    told = "".join(rank.stderr for rank in others)
+    assert f"rank {culprit} gave no sign of life for 3 s (its process is stopped" in told
+
+
+def hold_the_interpreter() -> None:
+    reading, _ = os.pipe()
+    ctypes.PyDLL("libc.so.6").read(reading, ctypes.create_string_buffer(1), 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: calls glibc")
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_holds_the_interpreter_is_named(start_ranks: Any, culprit: int):
+    """None of its threads can speak; another rank of the host, when it has its turn, tells its line."""
+    ranks = start_ranks(2, hang_together(hold_the_interpreter, culprit), timeout_s=600.0)
+    other = ranks[1 - culprit]
+    assert other.exit_code() == PeerLost.exit_code
+    place = f"{__file__}:{hold_the_interpreter.__code__.co_firstlineno + 2}"
+    assert (
+        f"rank {culprit} on {socket.gethostname()} failed in step 3 (input), at {place}"
+        in other.stderr
+    )
 
 
 def test_others_end_when_one_is_stopped_and_another_killed(start_ranks: Any):

@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,72 +20,127 @@ import torch.distributed as dist
 from conditions import until
 
 from paceline.base.errors import PeerLost
+from paceline.base.waiting import waiting
 from paceline.launch.local import ranks
 from paceline.launch.process import outside_watch, watchdog
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure, RankFailed
 from paceline.launch.process.heartbeats import HeartbeatTable
-from paceline.launch.process.outside_watch import OutsideWatch
-from paceline.launch.process.watchdog import hang_failure, is_in_collective
+from paceline.launch.process.outside_watch import (
+    OutsideWatch,
+    RankPosition,
+    be_watched,
+    hang_failure,
+)
 from paceline.servers.wire import WireError
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
 
-def at(*, waits: bool, step: int = 5, phase: str = "reduce", where: str = "") -> dict[str, Any]:
-    return {
-        "step": step,
-        "phase": phase,
-        "waits": waits,
-        "where": where,
-        "host": "node",
-        "stack": "  File x, line 1\n",
-    }
+def at(*, waits: bool, step: int = 5, phase: str = "reduce", where: str = "") -> RankPosition:
+    return RankPosition(
+        step, phase, "node", reacts=True, waits=waits, where=where, stack="  File x, line 1\n"
+    )
 
 
-# --- What is concluded from what the ranks say ------------------------------------------------------------------
+# --- What is concluded from where the ranks are -----------------------------------------------------------------
 
 
 def test_a_rank_stuck_in_its_own_code():
-    """The rank that doesn't wait is the culprit; its place and its stack are told, whoever writes the report."""
-    heard = {
+    """The rank that doesn't wait is the culprit; its place and its stack are told."""
+    seen = {
         0: at(waits=True),
         1: at(waits=False, phase="input", where="data.py:9"),
         2: at(waits=True),
     }
-    for rank in heard:
-        failure = hang_failure(heard, world_size=3, rank=rank, timeout_s=60)
-        assert (failure.rank, failure.step, failure.phase, failure.where) == (
-            1,
-            5,
-            "input",
-            "data.py:9",
-        )
-        assert failure.message == (
-            "rank 1 did not reach the collective that the others wait for in 60 s; "
-            "rank 0, 2 waited for it"
-        )
-        assert str(failure.hint).startswith("--timeout SECONDS")
-        assert failure.trace == "Stack of rank 1:\n  File x, line 1"
-        assert (failure.exit_code, failure.heard) == (PeerLost.exit_code, False)
+    failure = hang_failure(seen, timeout_s=60)
+    assert (failure.rank, failure.step, failure.phase, failure.where) == (
+        1,
+        5,
+        "input",
+        "data.py:9",
+    )
+    assert failure.message == (
+        "rank 1 did not reach the collective that the others wait for in 60 s; "
+        "rank 0, 2 waited for it"
+    )
+    assert str(failure.hint).startswith("--timeout SECONDS")
+    assert failure.trace == "Stack of rank 1:\n  File x, line 1"
+    assert (failure.exit_code, failure.heard) == (PeerLost.exit_code, False)
 
 
 def test_a_rank_that_says_nothing():
     """A rank that is stopped or holds the interpreter gives no answer, and that is the answer."""
-    failure = hang_failure({0: at(waits=True)}, world_size=2, rank=0, timeout_s=2.5)
+    failure = hang_failure({0: at(waits=True), 1: RankPosition()}, timeout_s=2.5)
     assert "rank 1 gave no sign of life for 2.5 s; rank 0 waited for it" in failure.message
+
+
+def test_a_rank_that_is_stuck_while_another_host_says_nothing():
+    """The ranks there may have waited for less than the patience, or work."""
+    seen = {0: RankPosition(), 1: at(waits=False, where="data.py:9"), 2: at(waits=True)}
+    failure = hang_failure(seen, timeout_s=60)
+    assert (failure.rank, failure.where) == (1, "data.py:9")
+    held = replace(seen[1], reacts=False)
+    assert hang_failure({**seen, 2: held}, timeout_s=60).rank == 2
 
 
 def test_collectives_that_do_not_match():
     """Where all wait, each rank's step and phase are told."""
     failure = hang_failure(
-        {0: at(waits=True), 1: at(waits=True, step=6, phase="evaluate")},
-        world_size=2,
-        rank=1,
-        timeout_s=60,
+        {0: at(waits=True), 1: at(waits=True, step=6, phase="evaluate")}, timeout_s=60
     )
     assert "all ranks wait in collectives that don't match for 60 s" in failure.message
     assert "rank 0: step 5 (reduce), rank 1: step 6 (evaluate)" in failure.message
+
+
+def test_hosts_tell_each_other_where_their_ranks_are(monkeypatch: pytest.MonkeyPatch):
+    """Ranks of a host that says nothing are silent, and rank 0's host is where the store gives no answer."""
+    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
+    store, waits, stuck = dist.HashStore(), at(waits=True), at(waits=False, phase="input")
+    assert watchdog.seen_by_all(store, 3, {1: stuck}) == {
+        0: RankPosition(),
+        1: stuck,
+        2: RankPosition(),
+    }
+    seen = watchdog.seen_by_all(store, 3, {0: waits})
+    assert seen == {0: waits, 1: stuck, 2: RankPosition()}
+    assert hang_failure(seen, timeout_s=1).rank == 1
+    monkeypatch.setattr(watchdog, "_STORE_S", 0.1)
+
+    def wait_in_vain(*_: Any) -> None:
+        time.sleep(0.5)
+        raise RuntimeError
+
+    stopped = SimpleNamespace(set=wait_in_vain)
+    assert watchdog.seen_by_all(stopped, 3, {1: waits}) == {0: RankPosition(), 1: waits}
+
+
+def seen_on_hosts(board: HeartbeatTable, elsewhere: dict[int, RankPosition]) -> OutsideWatch:
+    """A watch of this process, as rank 0 of several hosts."""
+    be_watched(board, 0)
+    board.set_waits(0, True)
+    return OutsideWatch(board, {0: 0}, patience_s=0.01, exchange=lambda seen: {**seen, **elsewhere})
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "message"),
+    [
+        (at(waits=True, step=6), "all ranks wait in collectives that don't match"),
+        (at(waits=False), "rank 1 did not reach the collective that the others wait for"),
+        (RankPosition(), "rank 1 gave no sign of life"),
+        (replace(at(waits=False), is_silent=False), None),
+    ],
+)
+def test_a_rank_waits_for_one_of_another_host(
+    elsewhere: RankPosition, message: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Which of them hangs follows from what all hosts see; one that works is waited for."""
+    monkeypatch.setattr(waiting, "tell", waiting.tell)
+    board = HeartbeatTable(1)
+    watch = seen_on_hosts(board, {1: elsewhere})
+    time.sleep(0.02)
+    failure = watch.look({0: os.getpid()})
+    assert message is None if failure is None else message and message in failure.message
 
 
 def test_a_peer_that_sent_what_it_may_not(monkeypatch: pytest.MonkeyPatch):
@@ -102,19 +159,13 @@ def test_a_peer_that_sent_what_it_may_not(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_stack_inside_a_collective_waits():
     """A frame of torch.distributed near the end of a stack is a wait; one that called the user's code is not."""
-
-    def frame_in(outer: str, inner: str) -> Any:
-        scope: dict[str, Any] = {"sys": sys}
-        exec(compile("def inner(): return sys._getframe()", inner, "exec"), scope)
-        exec(compile("def outer(): return inner()", outer, "exec"), scope)
-        return scope["outer"]()
-
     torchs, users = "/venv/torch/distributed/distributed_c10d.py", "/home/me/torch_things/job.py"
-    assert is_in_collective(frame_in(users, torchs))
-    assert is_in_collective(frame_in(torchs, torch.__file__))
-    assert not is_in_collective(frame_in(torchs, users))
-    assert not is_in_collective(frame_in(users, users))
-    assert not is_in_collective(None)
+    is_in_collective = outside_watch._is_in_collective  # the innermost file comes first
+    assert is_in_collective([torchs, users])
+    assert is_in_collective([torch.__file__, torchs])
+    assert not is_in_collective([users, torchs])
+    assert not is_in_collective([users, users])
+    assert not is_in_collective([])
 
 
 # --- Real ranks -------------------------------------------------------------------------------------------------
@@ -238,8 +289,10 @@ def test_ranks_that_nobody_waits_for_are_told_of(
     """A rank alone, or all ranks in a long step, go on; where they were silent is told once."""
     told = tmp_path / "told"
 
+    tell_silence = outside_watch.tell_silence
+
     def tell(failure: Failure) -> None:
-        watchdog.tell_silence(failure)
+        tell_silence(failure)
         told.touch()
 
     def body(context: Any) -> int:
@@ -289,7 +342,7 @@ def test_a_rank_alone_that_is_stopped_is_ended(run_ranks: Any):
 def test_a_rank_without_a_core_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     """What it waited for a core doesn't count."""
     board, delays_s = HeartbeatTable(1), {"1": 5.0}
-    watch = OutsideWatch(board, 1, patience_s=2.0)
+    watch = OutsideWatch(board, {0: 0}, patience_s=2.0)
     monkeypatch.setattr(outside_watch, "delays_s", lambda pid: dict(delays_s))
     sign_s = board.read(0).time_s
     monkeypatch.setattr(time, "monotonic", lambda: sign_s + 1.0)
@@ -297,38 +350,35 @@ def test_a_rank_without_a_core_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     delays_s["1"] = 8.5
     monkeypatch.setattr(time, "monotonic", lambda: sign_s + 5.0)
     assert watch._silent_s(0, 1) == pytest.approx(1.5)
-    watch.close()
 
 
 def test_a_run_that_was_paused_as_a_whole_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     """After Ctrl-Z and fg, ranks have the whole patience again."""
     board = HeartbeatTable(1)
-    watch = OutsideWatch(board, 1, patience_s=2.0)
+    watch = OutsideWatch(board, {0: 0}, patience_s=2.0)
     monkeypatch.setattr(outside_watch, "delays_s", lambda pid: {})
     sign_s = board.read(0).time_s
     for passed_s, silent_s in ((1.0, 1.0), (100.0, 0.0), (101.5, 1.5)):
         monkeypatch.setattr(time, "monotonic", lambda passed_s=passed_s: sign_s + passed_s)
         watch.look({})
         assert watch._silent_s(0, os.getpid()) == pytest.approx(silent_s, abs=0.1)
-    watch.close()
 
 
 def test_slow_is_not_stuck(monkeypatch: pytest.MonkeyPatch):
     """A rank that gives signs of life may be far slower than the patience."""
     board = HeartbeatTable(1)
-    watch = OutsideWatch(board, 1, patience_s=2.0)
+    watch = OutsideWatch(board, {0: 0}, patience_s=2.0)
     monkeypatch.setattr(outside_watch, "delays_s", lambda pid: {})  # those of this process are real
     now_s = board.read(0).time_s
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(time, "monotonic_ns", lambda: int(1e9 * now_s))
-    monkeypatch.setattr(watch, "_positions", lambda pids: pytest.fail("taken for stuck"))
+    monkeypatch.setattr(watch, "_positions", lambda *_: pytest.fail("taken for stuck"))
     for _ in range(9):
         board.write(0, 1, "evaluate")
         now_s += 1.5
         assert watch.look({0: os.getpid()}) is None
     now_s += 1.0
     assert watch._silent_s(0, os.getpid()) == pytest.approx(2.5, abs=0.1)
-    watch.close()
 
 
 def test_the_watch_ends_with_the_run(run_ranks: Any):

@@ -40,7 +40,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from paceline.base import signals
 from paceline.base.errors import PacelineError, PeerLost, Preempted
-from paceline.base.waiting import waiting
 from paceline.launch.hosts.copy_service import CopyAddress
 from paceline.launch.hosts.host_copies import HostCopies
 from paceline.launch.hosts.keeper import MeetingPlace
@@ -50,9 +49,9 @@ from paceline.launch.process.failure import Failure, RankFailed, cause_of, failu
 from paceline.launch.process.fault_policy import JOIN_S, RestartPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line, Message
-from paceline.launch.process.outside_watch import OutsideWatch
+from paceline.launch.process.outside_watch import OutsideWatch, be_watched
 from paceline.launch.process.supervisor import Supervisor
-from paceline.launch.process.watchdog import within
+from paceline.launch.process.watchdog import seen_by_all, within
 from paceline.torch_private.rendezvous import stop_heartbeats
 
 _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has begun before
@@ -94,11 +93,11 @@ def run_host(
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     shared = _Shared(HeartbeatTable(num_ranks), HostCopies(num_ranks) if restarts else None)
     with ExitStack() as stack:
-        watch = stack.enter_context(
-            closing(OutsideWatch(shared.board, num_ranks, patience_s=patience_s, sees_all=False))
+        watch = OutsideWatch(
+            shared.board, dict.fromkeys(range(num_ranks), 0), patience_s=patience_s
         )
         processes = stack.enter_context(
-            closing(Supervisor(partial(_be_rank, body, shared, watch, interface)))
+            closing(Supervisor(partial(_be_rank, body, shared, interface)))
         )
         if shared.copies is not None:
             shared.copies.serve(meeting.address or meeting.place.address, meeting.listens_at)
@@ -119,7 +118,6 @@ class _Shared:
 def _be_rank(
     body: Callable[[], None],
     shared: _Shared,
-    watch: OutsideWatch,
     interface: str | None,
     slot: int,
     line: Line,
@@ -128,8 +126,7 @@ def _be_rank(
     if interface is None:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)  # forks that serve one host have loopback there
     board = shared.board
-    watch.be_watched(slot)
-    waiting.tell = partial(board.set_waits, slot)
+    be_watched(board, slot)
     start = line.start().value
     os.environ.update(start["environ"])
     if shared.copies is not None:
@@ -320,7 +317,11 @@ class _Agent(SimpleElasticAgent):
         self._failures, self._finished, self._stopping_s, self._has_told = {}, set(), None, False
         self._first_rank = worker_group.workers[0].global_rank
         host.timeouts.has_begun, host.lost_s = True, None
-        host.watch.number_from(self._first_rank)
+        world_size = worker_group.workers[0].world_size
+        host.watch.ranks = {each.local_rank: each.global_rank for each in worker_group.workers}
+        host.watch.exchange = (
+            partial(seen_by_all, store, world_size) if world_size > host.num_ranks else None
+        )
         print(
             f"host {place.index} ({address}): start {number} of the run, with "
             f"{self.num_hosts} of {place.num_hosts} hosts",
@@ -328,7 +329,6 @@ class _Agent(SimpleElasticAgent):
             flush=True,
         )
         copies = host.copies and asdict(host.copies.address)
-        pids: dict[int, Any] = {}
         with signals.blocked():
             for worker in worker_group.workers:
                 slot = worker.local_rank
@@ -357,10 +357,9 @@ class _Agent(SimpleElasticAgent):
                         },
                     ),
                 )
-                pids[slot] = host.processes.pid(slot)
             if host.interrupted:
                 host.processes.signal(signal.SIGTERM)
-        return pids
+        return host.processes.pids(range(host.num_ranks))
 
     def _begin_start(self, store: Any, group_rank: int) -> int:
         """Return the number of this start. No earlier one of the hosts that are here has it, nor one in this store."""
@@ -398,8 +397,8 @@ class _Agent(SimpleElasticAgent):
             self.host.copies.rest()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._hear(0.0)
         self._look_for_hangs()
+        self._hear(0.0)  # also of a rank that knows more, while other hosts were asked
         ranks = [worker.global_rank for worker in worker_group.workers]
         if len(self._finished) == len(ranks) and not self._failures:
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(ranks))
@@ -435,14 +434,13 @@ class _Agent(SimpleElasticAgent):
         return failure
 
     def _look_for_hangs(self) -> None:
-        pids = {
-            slot: pid
+        slots = [
+            slot
             for slot in self._unfinished_slots()
-            if (pid := self.host.processes.pid(slot)) is not None
-            and slot not in self._failures
-            and self.host.board.read(slot).phase != "start"
-        }
-        if pids and (hang := self.host.watch.look(pids)) is not None:
+            if slot not in self._failures and self.host.board.read(slot).phase != "start"
+        ]
+        if (hang := self.host.watch.look(self.host.processes.pids(slots))) is not None:
+            hang = replace(hang, host=hang.host or "another host")
             self._failures[hang.rank - self._first_rank] = hang
 
     def _ask(self, ask: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure, RankFailed
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
+from paceline.launch.process.outside_watch import OutsideWatch, be_watched
 from paceline.launch.process.rank_process import Body, run_rank, set_up_device
-from paceline.launch.process.watchdog import explained, within
+from paceline.launch.process.watchdog import explained, seen_by_all, within
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
 _LEAVE_S = 2.0  # rank 0 keeps the store, and leaves after the others have read there why
@@ -203,6 +205,8 @@ class JoinedRank:
             )
         )
         self.board.write(slot, 0, "build")  # it is watched from here on
+        if hosted_rank is None:
+            be_watched(self.board, slot)
         self.context = RankContext(
             environment.rank,
             environment.world_size,
@@ -223,6 +227,26 @@ class JoinedRank:
         )
         if fault_policy.uses_process_group and not device.is_limit:
             _give_copies(self.context)
+        if hosted_rank is None:
+            self.context.watch = self._watch(need_each_other)
+
+    def _watch(self, need_each_other: bool) -> OutsideWatch:
+        """What looks at the ranks of this host, of which one has a turn; at this one alone where others can do without
+        it, or can't read its table."""
+        context, hosts = self.context, self.context.hosts
+        local_ranks = [context.rank]
+        if need_each_other and self.board.is_shared:
+            here = hosts and hosts[context.rank]
+            local_ranks = [r for r in range(context.world_size) if not hosts or hosts[r] == here]
+        return OutsideWatch(
+            self.board,
+            {rank: rank for rank in local_ranks},
+            patience_s=context.timeout_s,
+            sees_all=need_each_other or context.world_size == 1,
+            exchange=partial(seen_by_all, self.store, context.world_size)
+            if need_each_other and len(local_ranks) < context.world_size
+            else None,
+        )
 
     def _report(self, failure: Failure) -> None:
         if self.hosted_rank is not None:
@@ -251,6 +275,8 @@ class JoinedRank:
         """
         if failure is not None:
             self._report(failure := explained(failure, self.context))
+        if self.hosted_rank is None:
+            self.board.set_process(self.context.slot, 0)
         self.board.remove()
         if self.liveness:
             self.liveness.close(farewell=failure is None or failure.is_stop)

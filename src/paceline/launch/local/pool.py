@@ -28,12 +28,14 @@ from paceline.launch.process.failure import Failure, cause_of, killed
 from paceline.launch.process.fault_policy import FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line, Message
+from paceline.launch.process.outside_watch import OutsideWatch, be_watched
 from paceline.launch.process.supervisor import Supervisor
 
 if TYPE_CHECKING:
     import torch
 
 _CAUSE_S = 5.0  # for the cause of a failure to be told, once a rank has only heard of it
+_LOOK_S = 0.5  # between looks for ranks that hang
 _STOP_SIGNAL = signal.SIGUSR1
 
 
@@ -42,12 +44,15 @@ TaskBody = Callable[[RankContext, Any, Line], Any]
 
 @dataclass
 class _Task:
-    """slots: of its ranks, in order. kill_at_s: when ranks that have not ended are killed."""
+    """slots: of its ranks, in order. kill_at_s: when ranks that have not ended are killed. asked: ranks that wait for
+    an answer."""
 
     number: int
     slots: tuple[int, ...]
+    watch: OutsideWatch
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
     kill_at_s: float | None = None
     is_stopped: bool = False
 
@@ -78,6 +83,8 @@ class Pool:
         refuse_used_cuda()
         self.devices, self._body, self._timeout_s = tuple(devices), body, timeout_s
         self._board = HeartbeatTable(len(devices))
+        for slot in range(len(devices)):
+            self._board.stack(slot)  # which the ranks share
         self._folder = ExitStack()
         self._meetings = self._folder.enter_context(temporary_folder())
         self._numbers = itertools.count()
@@ -129,7 +136,12 @@ class Pool:
         """Start a task with a rank on each of these free slots. Returns its number, which its messages bear: another
         than any before, if the caller gives it."""
         assert set(slots) <= set(self.free)
-        task = _Task(next(self._numbers) if number is None else number, tuple(slots))
+        ranks = {slot: rank for rank, slot in enumerate(slots)}
+        task = _Task(
+            next(self._numbers) if number is None else number,
+            tuple(slots),
+            OutsideWatch(self._board, ranks, patience_s=self._timeout_s),
+        )
         common = {
             "world_size": len(slots),
             "payload": payload,
@@ -141,6 +153,7 @@ class Pool:
         self._tasks[task.number] = task
         for rank, slot in enumerate(slots):
             self._board.write(slot, 0, "start")
+            self._board.set_waits(slot, False)
             if not self._processes.is_idle(slot):
                 self._processes.start(slot)
             self._processes.tell(slot, Message(task.number, "start", rank, common))
@@ -149,6 +162,7 @@ class Pool:
     def answer(self, question: Message, value: Any) -> None:
         """Answer a question, if its task has not ended since."""
         if (task := self._tasks.get(question.task)) is not None:
+            task.asked.discard(question.rank)
             self._processes.tell(
                 task.slots[question.rank], Message(task.number, "answer", question.rank, value)
             )
@@ -174,10 +188,19 @@ class Pool:
             for rank, slot in enumerate(task.slots)
             if rank in task.running
         }
-        arrived = self._processes.wait(list(places), left_s, also=also)
+        arrived = self._processes.wait(list(places), min(left_s, _LOOK_S), also=also)
+        self._look_for_hangs()
         return [
             message for slot, message in arrived if self._is_news(*places[slot], message)
         ] + self._ended()
+
+    def _look_for_hangs(self) -> None:
+        """Look at the ranks of each task, but not while one of them waits for whoever started it."""
+        for task in self._tasks.values():
+            if not (task.failures or task.asked):
+                slots = [task.slots[rank] for rank in task.running]
+                if (hang := task.watch.look(self._processes.pids(slots))) is not None:
+                    task.failures[hang.rank] = hang
 
     def _is_news(self, task: _Task, rank: int, message: Message) -> bool:
         """Whether a message is for whoever started the task, and not of a rank's end."""
@@ -190,6 +213,8 @@ class Pool:
         elif message.kind == "end":
             task.results[rank] = message.value
         else:
+            if message.kind == "question":
+                task.asked.add(rank)
             return True
         return False
 
@@ -232,6 +257,7 @@ class Pool:
         from paceline.base.logs import redirect
         from paceline.launch.process.rank_process import set_up_device
 
+        be_watched(self._board, slot)
         signal.signal(
             _STOP_SIGNAL, signal.SIG_IGN
         )  # one that comes when the training is already over
@@ -281,6 +307,7 @@ class Pool:
             secret=bytes.fromhex(order["secret"]),
             timeout_s=self._timeout_s,
             deaths=(0,) * world_size,
+            is_watched=True,
         )
         make_store = (
             (lambda: dist.FileStore(str(self._store(start.task)), world_size))

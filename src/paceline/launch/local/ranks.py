@@ -21,7 +21,6 @@ from paceline.base.errors import PeerLost
 from paceline.base.fork import refuse_used_cuda
 from paceline.base.inherited import close_connections
 from paceline.base.temporary import temporary_folder
-from paceline.base.waiting import waiting
 from paceline.cluster.devices import Device
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import (
@@ -36,7 +35,7 @@ from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy, Restar
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.process.memory_store import StateCopies
 from paceline.launch.process.messages import Line, Message, RanksGone
-from paceline.launch.process.outside_watch import OutsideWatch
+from paceline.launch.process.outside_watch import OutsideWatch, be_watched
 from paceline.launch.process.rank_process import Body, run_rank, set_up_device
 from paceline.launch.process.supervisor import Supervisor
 
@@ -141,13 +140,13 @@ def run_local(
     with (
         temporary_folder() as rendezvous,
         _copies(devices, restarts) as copies,
-        closing(OutsideWatch(board, len(devices), patience_s=timeout_s)) as watch,
     ):
+        every_rank = {rank: rank for rank in range(len(devices))}
         launch = _Launch(
             body,
             devices,
             board,
-            watch,
+            OutsideWatch(board, every_rank, patience_s=timeout_s),
             rendezvous,
             run_dir,
             timeout_s,
@@ -188,8 +187,7 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
     """In the rank's process."""
     import torch.distributed as dist
 
-    launch.watch.be_watched(rank)
-    waiting.tell = partial(launch.board.set_waits, rank)
+    be_watched(launch.board, rank)
     start, world_size = line.start().value, len(launch.devices)
     if (
         world_size > 1 or start["num_starts"] > 1
@@ -395,14 +393,8 @@ class _Ranks:
     def _hang(self) -> Failure | None:
         """The report of a hang, once there is one. Ranks that the others go on without are looked at elsewhere."""
         optional = self.launch.fault_policy.optional_ranks
-        pids = {
-            number: pid
-            for number, rank in enumerate(self.of)
-            if not rank.finished
-            and number not in optional
-            and (pid := self.processes.pid(number)) is not None
-        }
-        hang = self.launch.watch.look(pids)
+        needed = [n for n, rank in enumerate(self.of) if not rank.finished and n not in optional]
+        hang = self.launch.watch.look(self.processes.pids(needed))
         if hang is None or self._cause() is not None:
             return None
         self.of[hang.rank].failure = hang

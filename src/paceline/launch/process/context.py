@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.launch.process.heartbeats import Heartbeat, HeartbeatTable
     from paceline.launch.process.memory_store import StateCopies
     from paceline.launch.process.messages import Line
+    from paceline.launch.process.outside_watch import OutsideWatch
 
 
 _FIRST_LOOK_S, _LAST_LOOK_S = (
@@ -52,6 +53,7 @@ class RankContext:
     copies: memory for copies of the run's state, for ranks that are started again, by slot; None without restarts.
     host_copies: the same memory, where each of several hosts has its own and reads what the others have.
     is_watched: whether the process that started it looks for hangs, and ends it when it is asked to stop again.
+    watch: looks for hangs of this host's ranks, where no process outside of them does.
     """
 
     rank: int
@@ -79,6 +81,7 @@ class RankContext:
     copies: StateCopies | None = None
     host_copies: HostCopies | None = None
     is_watched: bool = False
+    watch: OutsideWatch | None = None
 
     def beat(self, phase: str) -> None:
         """A sign of life."""

@@ -3,14 +3,19 @@ that gives none."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.base.temporary import open_own
+from paceline.launch.process.memory_files import memory_file
 from paceline.launch.process.verb_table import VerbTable, shared_memory
 
 PHASES = (
@@ -28,8 +33,10 @@ PHASES = (
     "callback",
     "end",
 )
-# Of an entry: where its rank is, when it said so, whether it waits for others, and whether its process died.
-_WORDS, _WORD_BYTES = 4, 8
+# Of an entry: where its rank is, when it said so, whether it waits for others, whether its process died, which process
+# it is, and when it last looked at the other ranks of its host.
+_WORDS, _WORD_BYTES = 6, 8
+_TURN_S = 5.0  # without a look, after which another rank of the host has its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class HeartbeatTable:
     Others read it at any moment, so each word is written at once. (struct.pack_into first clears what it will write: a
     reader met times of 0, and a healthy rank was taken for one that had been silent since the machine started.)
 
-    One word more says whether the ranks have ended.
+    One word more says whether the ranks have ended. Beside the table, each rank has a file for its stack.
     """
 
     def __init__(self, num_ranks: int, paths: tuple[Path, Path] | None = None) -> None:
@@ -59,10 +66,11 @@ class HeartbeatTable:
         Args:
             paths: Of the files of signs and of verbs, in which only ranks that have begun have entries.
         """
-        self.num_ranks, self._paths = num_ranks, paths or (None, None)
+        self.num_ranks, (signs, verbs) = num_ranks, paths or (None, None)
         size = (_WORDS * num_ranks + 1) * _WORD_BYTES
-        self._words = memoryview(shared_memory(size, self._paths[0])).cast("q")
-        self.verbs = VerbTable(num_ranks, self._paths[1])
+        self._words = memoryview(shared_memory(size, signs)).cast("q")
+        self.verbs = VerbTable(num_ranks, verbs)
+        self._files, self._stacks = list(paths or ()), dict[int, int]()
         for rank in range(num_ranks) if paths is None else ():
             self.write(rank, 0, "start")
 
@@ -79,9 +87,30 @@ class HeartbeatTable:
 
     def remove(self) -> None:
         """Take the files away; who has opened them still reads and writes the table."""
-        for path in self._paths:
-            if path is not None:
-                path.unlink(missing_ok=True)
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it lies in files, for ranks that are no forks of one process."""
+        return bool(self._files)
+
+    def stack(self, rank: int) -> int:
+        """The descriptor of the file of a rank's stack. Forks share those that were asked for before."""
+        if rank not in self._stacks:
+            self._stacks[rank] = stack = self._open_stack(rank)
+            weakref.finalize(self, os.close, stack)
+            fcntl.fcntl(stack, fcntl.F_SETFL, os.O_APPEND)  # the end is moved by who reads
+        return self._stacks[rank]
+
+    def _open_stack(self, rank: int) -> int:
+        if self.is_shared:
+            path = Path(f"{self._files[0]}-stack-{rank}")
+            with suppress(OSError):  # another user's: others see no stack of this rank
+                stack = open_own(path, os.O_RDWR | os.O_CREAT)
+                self._files.append(path)
+                return stack
+        return memory_file("paceline-stack")
 
     @property
     def over(self) -> bool:
@@ -106,6 +135,22 @@ class HeartbeatTable:
 
     def waits(self, rank: int) -> bool:
         return bool(self._words[_WORDS * rank + 2])
+
+    def set_process(self, rank: int, pid: int) -> None:
+        """A rank's own word which process it is; 0 at its end."""
+        self._words[_WORDS * rank + 4] = pid
+
+    def process(self, rank: int) -> int:
+        return self._words[_WORDS * rank + 4]
+
+    def note_look(self, rank: int) -> None:
+        """A rank can look at the others of its host."""
+        self._words[_WORDS * rank + 5] = time.monotonic_ns()
+
+    def can_look(self, rank: int) -> bool:
+        """Whether a rank that has not ended could look at the others a moment ago."""
+        looked_s = 1e-9 * self._words[_WORDS * rank + 5]
+        return bool(self.process(rank)) and time.monotonic() - looked_s < _TURN_S
 
     def set_died(self, rank: int, died: bool) -> None:
         """The parent's word that a rank's process ended before the rank said so."""

@@ -1,42 +1,38 @@
-"""Watches the ranks of this host from the process that started them, and names the one that the others wait for.
+"""Watches the ranks of a host from outside of each, and names the one that the others wait for.
 
 A rank that holds the interpreter in a native call, or is stopped, can't speak for itself. So nothing is asked of it:
 its signs of life are in shared memory, the kernel says what its process does, and its Python stack is written by a
 signal handler in C (faulthandler), which needs no lock of the interpreter.
+
+The process that started the ranks looks. torchrun and Slurm start ranks themselves, and a process beside theirs would
+outlive the rank that it came from, or be killed with it: there a rank of the host does, as long as its threads run (see
+`watchdog.py`). On several hosts, each one tells the others what it saw.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
 import re
 import signal
 import socket
+import sys
 import time
 import traceback
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from paceline.base.errors import PeerLost
 from paceline.base.user_code import is_users
+from paceline.base.waiting import waiting
 from paceline.launch.process.failure import Failure
 from paceline.launch.process.heartbeats import Heartbeat, HeartbeatTable
-from paceline.launch.process.memory_files import memory_file
-from paceline.launch.process.watchdog import (
-    ASLEEP,
-    COLLECTIVES,
-    FRAMES_OF_A_COLLECTIVE,
-    LOADER,
-    delays_s,
-    hang_failure,
-    is_awaited,
-    tell_silence,
-)
 from paceline.torch_private.data_loaders import FETCH, WORKER_LOOP
 
 # Not the schedulers' SIGUSR1 and SIGUSR2. Realtime signals are Linux's; macOS ignores SIGINFO where nobody asks for it.
@@ -46,7 +42,38 @@ _STACK_S, _STACK_POLL_S = 4.0, 0.01
 _DUMB = {*"TtZ"}  # states in which a process runs no signal handler
 _PATIENCES = 3  # that ranks which compute nothing have while nobody waits
 _AWAY_S = 5.0  # without a look, of which there are two a second
+_ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
+_COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
+_FRAMES_OF_A_COLLECTIVE = 6  # how deep a collective is in them at most
+# Where a rank waits for its loader workers.
+_LOADER = str(Path("torch", "utils", "data", "dataloader.py"))
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+
+
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """Where a rank is, as others see it.
+
+    is_silent: it has given no sign of life for the patience. is_asleep: it computed nothing meanwhile.
+    reacts: its process wrote where its main thread is. state: why it does not, as far as it is known.
+    waits: for other ranks. waits_for: a process that makes something of its data, in words. where: the user's line.
+    """
+
+    step: int = 0
+    phase: str = "start"
+    host: str = ""
+    is_silent: bool = True
+    is_asleep: bool = False
+    is_stopped: bool = False
+    reacts: bool = False
+    state: str = ""
+    waits: bool = False
+    waits_for: str = ""
+    where: str = ""
+    stack: str = ""
+
+
+RankPositions = Mapping[int, RankPosition]
 
 
 @dataclass
@@ -59,44 +86,45 @@ class _Silence:
     computed_s: float
 
 
+def be_watched(board: HeartbeatTable, slot: int) -> None:
+    """In a rank's process, first of all: a signal leaves its stack in a file, and its main thread says if it waits."""
+    faulthandler.register(STACK_SIGNAL, file=board.stack(slot), all_threads=False)
+    waiting.tell = partial(board.set_waits, slot)
+    board.set_process(slot, os.getpid())
+
+
 class OutsideWatch:
     """Looks at ranks when asked.
 
+    ranks: of each slot of the board that is watched, the rank's number in the run, by which reports name it.
     patience_s: how long one may give no sign of life, beside the time in which it was ready to run and the machine gave
         it no core.
-    sees_all: whether all ranks of the run are on this host. Else ranks that all wait may wait for one elsewhere.
+    sees_all: whether the others need all of these ranks. Else a rank that waits may wait for any other one.
+    exchange: tells the other hosts what is seen here, and returns what all hosts see of all ranks of the run; None if
+        all of them are here.
     """
 
     def __init__(
-        self, board: HeartbeatTable, num_ranks: int, *, patience_s: float, sees_all: bool = True
+        self,
+        board: HeartbeatTable,
+        ranks: Mapping[int, int],
+        *,
+        patience_s: float,
+        sees_all: bool = True,
+        exchange: Callable[[RankPositions], RankPositions] | None = None,
     ) -> None:
-        self.board, self.patience_s, self.sees_all = board, patience_s, sees_all
-        self._first_rank = 0
-        self._stacks = [memory_file("paceline-stack") for _ in range(num_ranks)]
-        for stack in self._stacks:
-            fcntl.fcntl(
-                stack, fcntl.F_SETFL, os.O_APPEND
-            )  # a rank writes at the end, which is moved here
+        self.board, self.ranks, self.patience_s = board, ranks, patience_s
+        self.sees_all, self.exchange = sees_all, exchange
+        for slot in ranks:
+            board.stack(slot)  # before ranks are forked
         self._silences: dict[int, _Silence] = {}
         self._looked_s, self._awake_s = time.monotonic(), 0.0
         self._silent_in: list[
             tuple[int, str]
         ] = []  # step and phase, at each look at ranks that nobody waits for
 
-    def close(self) -> None:
-        for descriptor in self._stacks:
-            os.close(descriptor)
-
-    def number_from(self, first_rank: int) -> None:
-        """Reports name this host's ranks by their numbers in the run, of which this is the first."""
-        self._first_rank = first_rank
-
-    def be_watched(self, rank: int) -> None:
-        """In the rank's process, first of all: the signal leaves its stack in a file."""
-        faulthandler.register(STACK_SIGNAL, file=self._stacks[rank], all_threads=False)
-
     def look(self, pids: dict[int, int]) -> Failure | None:
-        """The report of a hang, in the culprit's name; None while there is none. pids: of the ranks that are watched.
+        """The report of a hang, in the culprit's name; None while there is none. pids: of the slots that are watched.
 
         A hang is found if a rank that doesn't wait for others was silent for the patience, or all ranks wait. Where
         nobody waits for it, its place is told once, and it goes on, but not if it is stopped, or computes nothing: at
@@ -107,73 +135,51 @@ class OutsideWatch:
         if time.monotonic() - self._looked_s > _AWAY_S:
             self._awake_s = time.monotonic()
         self._looked_s = time.monotonic()
-        silent = [rank for rank, pid in pids.items() if self._silent_s(rank, pid) > self.patience_s]
+        silent = {slot for slot, pid in pids.items() if self._silent_s(slot, pid) > self.patience_s}
         if not silent:
             return None
-        positions = self._positions(pids)
-        reacting = {rank: position for rank, position in positions.items() if position is not None}
+        seen = self._positions(pids, silent)
+        if self.exchange is not None:
+            seen = self.exchange(seen)
+        reacting = [position for position in seen.values() if position.reacts]
         has_waiting = (
             not self.sees_all
-            or len(pids) < len(self._stacks)
-            or (len(pids) > 1 and is_awaited(reacting.values()))
+            or (self.exchange is None and len(pids) < len(self.ranks))
+            or (len(seen) > 1 and _is_awaited(reacting))
         )
-        is_everywhere = (
-            self.sees_all
-            and len(reacting) == len(silent) == len(pids)
-            and all(position["waits"] for position in reacting.values())
+        is_everywhere = self.sees_all and all(
+            position.reacts and position.waits and position.is_silent for position in seen.values()
         )
-        dumb = [rank for rank in silent if rank not in reacting]
-        reacting = {
+        concerned = {
             rank: position
-            for rank, position in reacting.items()
-            if rank in silent or position["waits"]
+            for rank, position in seen.items()
+            if position.is_silent or (position.reacts and position.waits)
         }  # the others work
-        if (
-            not is_everywhere
-            and not dumb
-            and all(position["waits"] for position in reacting.values())
-        ):
+        dumb = [position for position in concerned.values() if not position.reacts]
+        if not is_everywhere and not dumb and all(each.waits for each in concerned.values()):
             return None  # who waits, waits for a rank that works
-        failure = self._report(reacting, dumb, pids)
+        failure = hang_failure(concerned, timeout_s=self.patience_s)
         place = failure.step, failure.phase
         self._silent_in = [*self._silent_in, place] if place in self._silent_in else [place]
-        is_long = len(self._silent_in) > (_PATIENCES if len(self._stacks) > 1 else 0)
+        is_long = len(self._silent_in) > (_PATIENCES if len(seen) > 1 else 0)
         if (
             has_waiting
-            or any(is_stopped(pids[rank]) for rank in dumb)
-            or (is_long and all(self._is_asleep(rank, pids[rank]) for rank in silent))
+            or any(position.is_stopped for position in dumb)
+            or (is_long and all(each.is_asleep for each in seen.values() if each.is_silent))
         ):
             return failure
         self._awake_s = time.monotonic()
-        if len(self._silent_in) == 1:
+        if len(self._silent_in) == 1 and (self.exchange is None or 0 in self.ranks.values()):
             tell_silence(failure)
         return None
 
-    def _is_asleep(self, rank: int, pid: int) -> bool:
+    def _is_asleep(self, slot: int, pid: int) -> bool:
         """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come. One that is
         ready to run computes, though a busy machine may give it no core for long."""
         return (
             _state_letter(pid) != "R"
-            and _computed_s(pid) - self._silences[rank].computed_s < ASLEEP * self.patience_s
+            and _computed_s(pid) - self._silences[slot].computed_s < _ASLEEP * self.patience_s
         )
-
-    def _report(
-        self, reacting: dict[int, dict[str, Any]], dumb: list[int], pids: dict[int, int]
-    ) -> Failure:
-        world_size = len(pids)
-        first = self._first_rank
-        failure = hang_failure(
-            {first + rank: position for rank, position in reacting.items()},
-            world_size=world_size,
-            rank=first + next(iter(reacting), 0),
-            timeout_s=self.patience_s,
-            silent=[first + rank for rank in dumb],
-            states={first + rank: _state(pids[rank]) for rank in dumb},
-        )
-        if failure.rank - first in reacting:
-            return failure
-        sign = self.board.read(failure.rank - first)
-        return replace(failure, host=socket.gethostname(), step=sign.step, phase=sign.phase)
 
     def _silent_s(self, rank: int, pid: int) -> float:
         """How long a rank has given no sign of life without the machine's being the reason."""
@@ -193,28 +199,30 @@ class OutsideWatch:
         )
         return silent_s - starved_s
 
-    def _positions(self, pids: dict[int, int]) -> dict[int, dict[str, Any] | None]:
-        """Where each rank's main thread is; None for one that doesn't react to a signal.
+    def _positions(self, pids: dict[int, int], silent: set[int]) -> RankPositions:
+        """Where each rank's main thread is.
 
         The signal may end a system call that a rank was blocked in, and so the hang; it is reported as it was before.
         """
-        signs = {rank: self.board.read(rank) for rank in pids}
+        signs = {slot: self.board.read(slot) for slot in pids}
         return {
-            rank: self._position(rank, pids[rank], signs[rank], text) if text else None
-            for rank, text in self._ask(pids).items()
+            self.ranks[slot]: self._position(slot, pids[slot], signs[slot], text, slot in silent)
+            for slot, text in self._ask(pids).items()
         }
 
     def _ask(self, pids: dict[int, int]) -> dict[int, str]:
         """What the signal makes processes write, each into its rank's file; nothing of one that doesn't react."""
+        asked = [rank for rank, pid in pids.items() if _writes_stacks(pid)]
         for rank, pid in pids.items():
-            os.ftruncate(self._stacks[rank], 0)
-            with suppress(ProcessLookupError):
-                os.kill(pid, STACK_SIGNAL)
+            os.ftruncate(self.board.stack(rank), 0)
+            if rank in asked:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, STACK_SIGNAL)
         until_s = time.monotonic() + _STACK_S
         texts = dict.fromkeys(pids, "")
         before: dict[int, str] = {}
         while (
-            any(not text and _state_letter(pids[rank]) not in _DUMB for rank, text in texts.items())
+            any(not texts[rank] and _state_letter(pids[rank]) not in _DUMB for rank in asked)
             or texts != before
         ) and time.monotonic() < until_s:  # they come line by line
             time.sleep(_STACK_POLL_S)
@@ -223,41 +231,43 @@ class OutsideWatch:
 
     def _text(self, rank: int) -> str:
         """What a rank's handler has written, if it is done."""
-        text = os.pread(self._stacks[rank], 2**16, 0).decode(errors="replace")
+        text = os.pread(self.board.stack(rank), 2**16, 0).decode(errors="replace")
         return text if _FRAME.search(text) else ""
 
-    def _position(self, rank: int, pid: int, sign: Heartbeat, text: str) -> dict[str, Any]:
+    def _position(
+        self, slot: int, pid: int, sign: Heartbeat, text: str, is_silent: bool
+    ) -> RankPosition:
         frames = _frames(text)
-        # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
-        waits = (
-            sign.phase == "reduce"
-            or self.board.waits(rank)
-            or _is_in_collective([file for file, _, _ in frames])
-        )
-        where = next((f"{file}:{line}" for file, line, _ in frames if is_users(file)), "")
         stack = traceback.StackSummary.from_list(
             [(file, line, name, None) for file, line, name in reversed(frames)]
         )
-        return {
-            "step": sign.step,
-            "phase": sign.phase,
-            "waits": waits,
-            "where": where,
-            "host": socket.gethostname(),
-            "stack": "".join(stack.format()[-6:]),
-            "waits_for": self._busy_worker(rank, pid)
-            if any(LOADER in file for file, _, _ in frames[:9])
+        return RankPosition(
+            sign.step,
+            sign.phase,
+            socket.gethostname(),
+            is_silent,
+            is_asleep=is_silent and self._is_asleep(slot, pid),
+            is_stopped=_state_letter(pid) == "T",
+            reacts=bool(text),
+            state="" if text else _state(pid),
+            # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
+            waits=sign.phase == "reduce"
+            or self.board.waits(slot)
+            or _is_in_collective([file for file, _, _ in frames]),
+            waits_for=self._busy_worker(slot, pid)
+            if any(_LOADER in file for file, _, _ in frames[:9])
             else "",
-        }
+            where=next((f"{file}:{line}" for file, line, _ in frames if is_users(file)), ""),
+            stack="".join(stack.format()[-6:]),
+        )
 
     def _busy_worker(self, rank: int, pid: int) -> str:
         """The first process that makes something of a rank's data, with its place; nothing where all of them idle, or
         no kernel says. As forks of the rank they have its handler, and its file."""
         with suppress(OSError):
             for worker in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-                caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{worker}/status").read_text())
-                if caught is None or not int(caught[1], 16) >> STACK_SIGNAL - 1 & 1:
-                    continue  # the signal would end it
+                if not _writes_stacks(worker):
+                    continue
                 text = self._ask({rank: worker})[rank]
                 frames = takewhile(lambda frame: frame[2] != WORKER_LOOP, _frames(text))
                 busy = [
@@ -271,6 +281,15 @@ class OutsideWatch:
         return ""
 
 
+def _writes_stacks(pid: int) -> bool:
+    """Whether the signal makes a process write its stack; another one would end by it. True where no kernel says."""
+    try:
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return not Path("/proc/self/status").exists()
+    return caught is not None and bool(int(caught[1], 16) >> STACK_SIGNAL - 1 & 1)
+
+
 def _frames(text: str) -> list[tuple[str, int, str]]:
     """File, line and function of each frame that faulthandler wrote, the innermost first."""
     return [(match["file"], int(match["line"]), match["name"]) for match in _FRAME.finditer(text)]
@@ -278,8 +297,8 @@ def _frames(text: str) -> list[tuple[str, int, str]]:
 
 def _is_in_collective(files: list[str]) -> bool:
     """Whether the innermost frames, the first ones, are in a collective of torch and not in what the user wrote."""
-    for file in files[:FRAMES_OF_A_COLLECTIVE]:
-        if COLLECTIVES in file:
+    for file in files[:_FRAMES_OF_A_COLLECTIVE]:
+        if _COLLECTIVES in file:
             return True
         if is_users(file):
             return False
@@ -297,9 +316,13 @@ def _computed_s(pid: int) -> float:
     return total_s
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process does nothing until another one lets it go on."""
-    return _state_letter(pid) == "T"
+def delays_s(pid: int) -> dict[str, float]:
+    """How long each thread of a process was ready to run and had to wait for a core; nothing where no kernel says."""
+    delays_s: dict[str, float] = {}
+    with suppress(OSError, ValueError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            delays_s[thread.name] = 1e-9 * int((thread / "schedstat").read_text().split()[1])
+    return delays_s
 
 
 def _state(pid: int) -> str:
@@ -317,3 +340,68 @@ def _state_letter(pid: int) -> str:
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
+
+
+def _is_awaited(positions: Iterable[RankPosition]) -> bool:
+    """Whether a rank waits, for another one or for a process that reads its data."""
+    return any(position.waits or position.waits_for for position in positions)
+
+
+def tell_silence(failure: Failure) -> None:
+    """Ranks that nobody waits for go on, and may be slow."""
+    what, at = failure.message.partition("\n")[0], f", at {failure.where}" if failure.where else ""
+    print(
+        f"warning: {what} in {Heartbeat(failure.step, failure.phase, 0.0)}{at}; nobody waits for it, so the run goes "
+        f"on\n{failure.trace}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def hang_failure(positions: RankPositions, *, timeout_s: float) -> Failure:
+    """The report of a hang, in the culprit's name, from where each rank is. A host whose ranks all work says nothing of
+    them, so they are not named before one that is known to be stuck."""
+    stuck = [rank for rank, each in positions.items() if each.reacts and not each.waits]
+    silent = [r for r, each in positions.items() if not each.reacts and (each.host or not stuck)]
+    waiting = [rank for rank, each in positions.items() if each.reacts and each.waits]
+    culprit, trace = min(silent or stuck or waiting), ""
+    position = positions[culprit]
+    if silent:
+        message = f"rank {listed(silent)} gave no sign of life for {timeout_s:g} s"
+        if position.state:
+            message += f" ({position.state})"
+    elif stuck:
+        message = (
+            f"rank {listed(stuck)} did not reach the collective that the others wait for in {timeout_s:g} s"
+            if waiting
+            else f"rank {listed(stuck)} did not go on for {timeout_s:g} s"
+        )
+        trace = f"Stack of rank {culprit}:\n{position.stack.rstrip()}"
+    else:
+        steps = ", ".join(
+            f"rank {rank}: step {each.step} ({each.phase})"
+            for rank, each in sorted(positions.items())
+        )
+        message = f"all ranks wait in collectives that don't match for {timeout_s:g} s: {steps}"
+    if position.waits_for:
+        message += f"; rank {culprit} waits for {position.waits_for}"
+    if waiting and (silent or stuck):
+        message += f"; rank {listed(waiting)} waited for it"
+    return Failure(
+        culprit,
+        position.host,
+        PeerLost.__name__,
+        message,
+        PeerLost.exit_code,
+        heard=False,
+        step=position.step,
+        phase=position.phase,
+        where=position.where,
+        trace=trace,
+        time_s=time.time(),
+        hint="--timeout SECONDS allows longer pauses",
+    )
+
+
+def listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -121,7 +121,7 @@ def among_peers(
     set_up_logging(terminal, rank=context.rank, store=context.store)
     long_work.tell = partial(context.board.renew, context.slot)
     with (
-        Watchdog(context, timeout_s=context.timeout_s, report=report),
+        Watchdog(context, report=report),
         own_threads_watched(context, report),
         _process_group(context, device, fault_policy),
         limited_to(device),

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -91,10 +91,13 @@ class Supervisor:
         process = self._processes.get(slot)
         return process is not None and not process.connection.poll()
 
-    def pid(self, slot: int) -> int | None:
-        """Of the slot's process; None if it has ended, or there is none."""
-        process = self._processes.get(slot)
-        return None if process is None or process.exit_code is not None else process.pid
+    def pids(self, slots: Iterable[int]) -> dict[int, int]:
+        """Of the processes in these slots that are not known to have ended."""
+        return {
+            slot: process.pid
+            for slot in slots
+            if (process := self._processes.get(slot)) and process.exit_code is None
+        }
 
     def tell(self, slot: int, message: Message) -> None:
         """A process that has ended hears nothing."""
@@ -104,10 +107,9 @@ class Supervisor:
 
     def signal(self, number: int, slots: Sequence[int] | None = None) -> None:
         """Signal the processes in these slots, or all."""
-        for slot, process in list(self._processes.items()):
-            if process.exit_code is None and (slots is None or slot in slots):
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
+        for pid in self.pids(list(self._processes) if slots is None else slots).values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def wait(
         self, slots: Sequence[int], timeout_s: float, *, also: Sequence[int] = ()
