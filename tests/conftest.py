@@ -34,6 +34,7 @@ from paceline.launch.local.ranks import run_local
 from paceline.launch.process import background as aside
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.outside_watch import OutsideWatch
+from paceline.launch.process.supervisor import Supervisor
 
 load_modules(OF_FORKS)
 os.environ.setdefault("KERAS_BACKEND", "torch")  # before anything imports keras
@@ -194,7 +195,7 @@ def plain_runs(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @contextmanager
 def _run_afterwards(
-    work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable
+    work: Callable[[HeartbeatTable], None] | None, board: HeartbeatTable, processes: Supervisor
 ) -> Iterator[None]:
     """In place of `run_beside`: in this process, after the ranks."""
     try:

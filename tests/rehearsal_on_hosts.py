@@ -4,26 +4,25 @@ as root)."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import paceline as pl
 from paceline.api.hosts import train_on_hosts
-from paceline.api.rehearsal import Rehearsal, ending_of, rehearsed
+from paceline.api.rehearsal import Rehearsal, endings, rehearsed, told_ending
 from paceline.api.train import TrainRequest
-from paceline.base.errors import PacelineError, UsageError
-from paceline.base.fork import die_with, prepare_to_fork
+from paceline.base.errors import UsageError
 from paceline.launch.hosts.host_process import Host
 from paceline.launch.process.faults import Fault
+from paceline.launch.process.messages import Line
+from paceline.launch.process.supervisor import Supervisor
 from paceline.planner.resized import resized
 from paceline.runs import folder
 from tests.namespaces import NetworkHost, network_hosts
@@ -88,68 +87,41 @@ class OnHosts:
         if 0 in lost:
             raise UsageError("the first host is cut off for good, and the others can't go on")
         resized(self.plan, count - len(lost))
-        prepare_to_fork()
         with network_hosts(count) as hosts:
             least = count - len(lost)
-            launched = [
-                self._start(
-                    Host("the rehearsal", index, count, 1, hosts[0].address, PORT, least),
-                    host,
-                    run_dir,
-                    options,
-                )
-                for index, host in enumerate(hosts)
+            places = [
+                Host("the rehearsal", index, count, 1, hosts[0].address, PORT, least)
+                for index in range(count)
             ]
-            over = threading.Event()
-            cutter = threading.Thread(target=_cut, args=(cuts, hosts, run_dir, over))
-            cutter.start()
-            ended = [ending_of(*each) for index, each in enumerate(launched) if index not in lost]
-            over.set()
-            cutter.join()
-            for process, _ in launched:
-                process.kill()
-                process.join()
+
+            def be_host(index: int, line: Line) -> None:
+                # The ranks of one host have loopback there.
+                os.environ.pop("GLOO_SOCKET_IFNAME", None)
+                hosts[index].enter()
+                told_ending(partial(self._train, places[index], run_dir, dict(options)), line)
+
+            with closing(Supervisor(be_host)) as processes:
+                for index in range(count):
+                    processes.start(index)
+                over = threading.Event()
+                cutter = threading.Thread(target=_cut, args=(cuts, hosts, run_dir, over))
+                cutter.start()
+                ended = endings(processes, [index for index in range(count) if index not in lost])
+                over.set()
+                cutter.join()
         return max(ended, key=lambda end: end[0])
 
-    def _start(
-        self, place: Host, host: NetworkHost, run_dir: Path, options: dict[str, Any]
-    ) -> tuple[Any, Connection]:
-        parent_end, child_end = multiprocessing.Pipe(duplex=False)
-        process: Any = multiprocessing.get_context("fork").Process(
-            target=partial(self._be_host, place, host, run_dir, options, child_end, os.getpid())
-        )
-        process.start()
-        child_end.close()
-        return process, parent_end
-
-    def _be_host(
-        self,
-        place: Host,
-        host: NetworkHost,
-        run_dir: Path,
-        options: dict[str, Any],
-        answer: Connection,
-        parent_pid: int,
-    ) -> None:
-        """Train in the host's process, and send what the training ended with."""
-        die_with(parent_pid)
-        code, message, options = 0, "it ended", dict(options)
+    def _train(self, place: Host, run_dir: Path, options: dict[str, Any]) -> None:
         restarts = options.pop("restarts")
-        try:
-            host.enter()
-            train_on_hosts(
-                place,
-                self.plan,
-                lambda plan: self.ask(plan).train(run_dir, **options),
-                run=run_dir,
-                procs=None,
-                timeout_s=self.patience_s,
-                restarts=restarts,
-            )
-        except PacelineError as error:
-            code, message = error.exit_code, " ".join(str(error).splitlines()[:2])
-        answer.send_bytes(json.dumps(message).encode())
-        os._exit(code)
+        train_on_hosts(
+            place,
+            self.plan,
+            lambda plan: self.ask(plan).train(run_dir, **options),
+            run=run_dir,
+            procs=None,
+            timeout_s=self.patience_s,
+            restarts=restarts,
+        )
 
 
 def _cut(

@@ -8,8 +8,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conditions import PATIENCE_S
+from conditions import PATIENCE_S, until
 
 from paceline.cluster.accelerators import Unusable
 from paceline.doctor import gpus, machine
@@ -187,30 +185,29 @@ def test_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch):
 # --- Ranks and hosts --------------------------------------------------------------------------------------------
 
 
-def _ranks(*codes: str) -> list[subprocess.Popen[str]]:
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for code in codes
-    ]
-
-
-def test_ranks_that_hang_are_ended():
+def test_ranks_that_hang_are_ended(tmp_path: Path):
     """The probe gives up at its deadline and leaves no process behind."""
-    ranks = _ranks("import time; time.sleep(1000)", "pass")
-    ranks[1].wait()
-    verdict = machine._probed(ranks, time.monotonic() + 0.5)
-    assert verdict[0] == "bad" and "could not all-reduce within" in verdict[1]
-    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 0]
+
+    def work(rank: int) -> None:
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        time.sleep(1000 * (1 - rank))
+
+    verdict = machine._probed(work, 2.0)
+    assert verdict[0] == "bad" and "could not all-reduce within 2 s" in verdict[1]
+    until(lambda: not psutil.pid_exists(int((tmp_path / "0").read_text())))
 
 
 def test_ranks_that_fail_show_why():
-    """The last line of a failing rank is the finding."""
-    verdict = machine._probed(
-        _ranks("print('{}')", "raise OSError('Connection refused')"), time.monotonic() + PATIENCE_S
-    )
+    """The error of a failing rank is the finding, or how it ended without one."""
+
+    def refuse(rank: int) -> None:
+        if rank:
+            raise OSError("Connection refused")
+
+    verdict = machine._probed(refuse, PATIENCE_S)
     assert verdict[:2] == ("bad", "two processes could not all-reduce: OSError: Connection refused")
+    verdict = machine._probed(lambda rank: os.kill(os.getpid(), signal.SIGKILL), PATIENCE_S)
+    assert verdict[:2] == ("bad", "two processes could not all-reduce: exit code -9")
 
 
 def _host(monkeypatch: pytest.MonkeyPatch, address: str | None, interfaces: dict[str, str]) -> None:
@@ -320,10 +317,3 @@ def test_packages_that_are_not_installed_are_no_problem(monkeypatch: pytest.Monk
     assert check.status == "ok"
     assert "optuna not installed (search)" in check.detail
     assert "scikit-learn 1.9 (examples)" in check.detail
-
-
-def test_the_probe_keeps_to_the_loopback_interface(monkeypatch: pytest.MonkeyPatch):
-    """The probe's ranks meet on this machine whatever the host name means."""
-    monkeypatch.setattr(machine, "_interfaces", lambda: {"eth0": ["10.0.0.7"], "lo": ["127.0.0.1"]})
-    assert machine._loopback_interface() == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert "GLOO_SOCKET_IFNAME" not in os.environ

@@ -5,21 +5,21 @@ cost and changed.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.api.audit import Audit, audit
 from paceline.api.train import TrainRequest
 from paceline.base.errors import PacelineError, UsageError
-from paceline.base.fork import die_with, prepare_to_fork
 from paceline.job.file import AnyJob, open_job
 from paceline.launch.process.faults import Fault, draw, struck
+from paceline.launch.process.messages import Line
+from paceline.launch.process.supervisor import Supervisor
 from paceline.runs import folder, journal
 from paceline.strategies.plan import Plan
 
@@ -331,41 +331,28 @@ def _launch(request: TrainRequest, run_dir: Path, options: dict[str, Any]) -> tu
     """Train in a separate process, because faults may kill it. Return its exit code and what it
     ended with.
     """
-    prepare_to_fork()
-    parent_end, child_end = multiprocessing.Pipe(duplex=False)
-    process: Any = multiprocessing.get_context("fork").Process(
-        target=_be_launcher, args=(request, run_dir, options, child_end, os.getpid())
-    )
-    process.start()
-    child_end.close()
-    return ending_of(process, parent_end)
+    train = partial(request.train, run_dir, **options)
+    with closing(Supervisor(lambda _, line: told_ending(train, line))) as processes:
+        processes.start(0)
+        return endings(processes, [0])[0]
 
 
-def ending_of(process: Any, answer: Connection) -> tuple[int, str]:
-    """Return a process's exit code, and what it ended with."""
+def endings(processes: Supervisor, slots: Sequence[int]) -> list[tuple[int, str]]:
+    """Return the exit codes of processes, and what each ended with."""
+    return [
+        (code or 0, message or f"it was ended by signal {-(code or 0)}")
+        for code, message in processes.hear_out(slots).values()
+    ]
+
+
+def told_ending(train: Callable[[], Any], line: Line) -> None:
+    """Train, and tell what the training ended with. The process ends with its exit code."""
     try:
-        message: str = json.loads(answer.recv_bytes())
-    except EOFError:
-        message = ""
-    process.join()
-    return process.exitcode, message or f"it was ended by signal {-process.exitcode}"
-
-
-def _be_launcher(
-    request: TrainRequest,
-    run_dir: Path,
-    options: dict[str, Any],
-    answer: Connection,
-    parent_pid: int,
-) -> None:
-    die_with(parent_pid)
-    try:
-        request.train(run_dir, **options)
+        train()
     except PacelineError as error:
-        answer.send_bytes(json.dumps(" ".join(str(error).splitlines()[:2])).encode())
-        os._exit(error.exit_code)
-    answer.send_bytes(json.dumps("it ended").encode())
-    os._exit(0)
+        line.end(" ".join(str(error).splitlines()[:2]), None)
+        sys.exit(error.exit_code)
+    line.end("it ended", None)
 
 
 def _effects(run_dir: Path, faults: Sequence[Fault]) -> tuple[Effect, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -11,23 +10,24 @@ import resource
 import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.base.drivers import has_driver
 from paceline.base.errors import PacelineError
+from paceline.base.fork import answer_of
 from paceline.base.tables import wrapped
 from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.limits import free_memory_bytes, usable_cores, usable_memory_bytes
 
 MIN_TORCH = (2, 11)
-PROBE_TIMEOUT_S = 30.0  # includes two imports of torch, some 10 s when all cores are busy
+PROBE_TIMEOUT_S = 30.0
 PROBE_BYTES = 16 * 2**20  # one message of the bandwidth probe: a large gradient bucket
 
 GIB = 2**30
@@ -250,49 +250,35 @@ def _gloo() -> _Outcome:
             "install torch from pip",
         )
     with tempfile.TemporaryDirectory() as folder:
-        code = "import sys; from paceline.doctor.machine import probe; probe(int(sys.argv[1]), sys.argv[2])"
-        # -P: a random.py or torch.py in the working folder must not be taken for the module of that
-        # name.
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(rank), f"{folder}/store"],
-                text=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**os.environ, **_loopback_interface()},
-            )
-            for rank in range(2)
-        ]
-        return _probed(ranks, time.monotonic() + PROBE_TIMEOUT_S)
+        return _probed(lambda rank: probe(rank, f"{folder}/store"), PROBE_TIMEOUT_S)
 
 
-def _probed(ranks: list[subprocess.Popen[str]], deadline_s: float) -> _Outcome:
+def _probed(work: Callable[[int], Any], timeout_s: float) -> _Outcome:
     """Return the result of the two ranks of the probe. Both have ended when this returns."""
+    from paceline.launch.process.supervisor import Supervisor
+
     fix = "see whether a firewall or the sandbox stops connections over the loopback interface"
-    try:
-        outputs = [
-            rank.communicate(timeout=max(0.1, deadline_s - time.monotonic())) for rank in ranks
-        ]
-    except subprocess.TimeoutExpired:
-        return "bad", f"two processes could not all-reduce within {PROBE_TIMEOUT_S:.0f} s", fix
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        if rank.returncode:
-            last = errors.strip().splitlines()[-1:] or [f"exit code {rank.returncode}"]
-            return "bad", f"two processes could not all-reduce: {last[0]}", fix
-    measured = json.loads(outputs[0][0])
+    with closing(
+        Supervisor(lambda rank, line: line.end(answer_of(lambda: work(rank)), None))
+    ) as ranks:
+        for rank in range(2):
+            ranks.start(rank)
+        ended = ranks.hear_out(range(2), timeout_s)
+    if len(ended) < 2:
+        return "bad", f"two processes could not all-reduce within {timeout_s:g} s", fix
+    for code, answer in ended.values():
+        if answer is None or "value" not in answer:
+            why = f"exit code {code}" if answer is None else answer["error"]
+            return "bad", f"two processes could not all-reduce: {why}", fix
+    measured = ended[0][1]["value"]
     return "ok", (
         f"2 processes over loopback: {measured['latency_s'] * 1e6:,.0f} us a small all-reduce, "
         f"{measured['bytes_per_s'] / 1e9:.2f} GB/s for {PROBE_BYTES // 2**20} MiB"
     )
 
 
-def probe(rank: int, store_path: str) -> None:
-    """Run one of the two ranks of the gloo check. Rank 0 prints its measurements as JSON.
+def probe(rank: int, store_path: str) -> dict[str, float]:
+    """Run one of the two ranks of the gloo check, and return its measurements.
 
     The bandwidth is the bytes of the tensor divided by the time of one all-reduce, because on two
     ranks a ring moves exactly these bytes through each rank.
@@ -313,9 +299,8 @@ def probe(rank: int, store_path: str) -> None:
     dist.all_reduce(summed)
     dist.destroy_process_group()
     if summed.tolist() != [3.0] * 4:
-        raise SystemExit(f"the sum of 1 and 2 over two ranks is {summed.tolist()}")
-    if rank == 0:
-        print(json.dumps({"latency_s": latency_s, "bytes_per_s": PROBE_BYTES / transfer_s}))
+        raise RuntimeError(f"the sum of 1 and 2 over two ranks is {summed.tolist()}")
+    return {"latency_s": latency_s, "bytes_per_s": PROBE_BYTES / transfer_s}
 
 
 def _all_reduce_s(tensor: Any, *, repeats: int) -> float:
@@ -331,16 +316,6 @@ def _all_reduce_s(tensor: Any, *, repeats: int) -> float:
         dist.all_reduce(tensor)
         times_s.append(time.perf_counter() - start)
     return statistics.median(times_s[1:])
-
-
-def _loopback_interface() -> dict[str, str]:
-    """Return the setting that keeps gloo on this machine, to whatever address the host name
-    resolves.
-    """
-    for name, addresses in _interfaces().items():
-        if "127.0.0.1" in addresses:
-            return {"GLOO_SOCKET_IFNAME": name}
-    return {}
 
 
 def _interfaces() -> dict[str, list[str]]:

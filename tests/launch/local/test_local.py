@@ -26,10 +26,8 @@ from paceline.base.fork import end_openmp_threads
 from paceline.cluster.cluster import Cluster
 from paceline.launch.local import ranks as local_ranks
 from paceline.launch.process import supervisor, watchdog
-from paceline.launch.process.background import run_beside
 from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
-from paceline.launch.process.heartbeats import HeartbeatTable
 
 pytestmark = [pytest.mark.usefixtures("nothing_left")]
 
@@ -323,14 +321,20 @@ def test_a_failure_does_not_wait_for_work_beside_it(run_ranks: Callable[..., Any
         run_ranks(lambda context: int("x"), 1, idle=lambda board: time.sleep(600))
 
 
-def test_work_beside_a_run_sees_its_signs_of_life(tmp_path: Path):
-    """The board is shared, and the block does not end before the work did."""
-    board = HeartbeatTable(1)
-    with run_beside(
-        lambda b: (time.sleep(0.2), (tmp_path / "step").write_text(str(b.read(0).step)), None)[2],
-        board,
-    ):
-        board.write(0, 3, "forward")
+@pytest.mark.predicted_runs
+def test_work_beside_a_run_sees_its_signs_of_life(run_ranks: Callable[..., Any], tmp_path: Path):
+    """The board is shared, and the run does not end before the work did, which no stop of the ranks ends."""
+
+    def beside(board: Any) -> None:
+        until(lambda: board.over)
+        os.kill(os.getpid(), signal.SIGTERM)
+        (tmp_path / "step").write_text(str(board.read(0).step))
+
+    def body(context: Any) -> None:
+        context.step = 3
+        context.beat("forward")
+
+    run_ranks(body, 1, idle=beside)
     assert (tmp_path / "step").read_text() == "3"
 
 

@@ -80,7 +80,7 @@ class _ListenerAbandoned(BaseException):
 class _Launch:
     """What ranks are started with.
 
-    listener: hears the first rank.
+    listener: hears the first rank. idle: work beside the ranks.
     watch: looks for hangs. copies: of the run's state, for ranks that are started again.
     name: of this launch. num_starts, deaths: of all ranks until now, and of each rank.
     """
@@ -97,6 +97,7 @@ class _Launch:
     deaths: tuple[int, ...]
     copies: StateCopies | None
     listener: Listener | None = None
+    idle: Callable[[HeartbeatTable], None] | None = None
     num_starts: int = 0
     name: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
@@ -122,7 +123,7 @@ def run_local(
     Args:
         run_dir: Where each rank's log goes; without it only rank 0 is heard.
         timeout_s: How long a rank may give no sign of life while others wait.
-        idle: Called in another fork, at a low priority, after the ranks have started.
+        idle: Called in another process, at a low priority, after the ranks have started.
         fault_policy: Which ranks the others go on without; the result of one that was killed is None.
         restarts: How often ranks that died or hang are started again: such a one alone, or else all of them, with
             `context.num_starts` above 1 and what they copied to `context.copies`. A rank that raised an error is not:
@@ -155,6 +156,7 @@ def run_local(
             (0,) * len(devices),
             copies,
             listener,
+            idle,
         )
         with (
             closing(Supervisor(partial(_be_rank, launch))) as processes,
@@ -163,7 +165,7 @@ def run_local(
             ranks = _Ranks(launch, processes, interrupted, listens)
             try:
                 ranks.start_all()
-                with run_beside(idle, launch.board):
+                with run_beside(idle, board, processes):
                     while (cause := ranks.cause_of_end()) is not None and ranks.may_restart(cause):
                         ranks.restart_all(cause)
                     if cause is not None:
@@ -187,6 +189,11 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
     """In the rank's process."""
     import torch.distributed as dist
 
+    if launch.idle is not None and rank == len(launch.devices):
+        from paceline.launch.process.background import be_beside
+
+        be_beside(launch.idle, launch.board)
+        return
     be_watched(launch.board, rank)
     start, world_size = line.start().value, len(launch.devices)
     if (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -27,7 +28,7 @@ from paceline.base.fork import die_with, prepare_to_fork
 from paceline.launch.process.messages import Line, Message
 
 _LINE_BYTES = 4096
-_LOOK_S = 0.05
+_LOOK_S, _HEAR_S = 0.05, 0.5
 _REAP_S = 5.0  # for a process that was killed, or whose connection is closed, to be gone
 
 Main = Callable[[int, Line], None]
@@ -131,6 +132,18 @@ class Supervisor:
             for slot in slots  # its own forks keep its connection open
             if (code := self._exit_code(slot, patience_s=0.0)) is not None and self.is_idle(slot)
         ]
+
+    def hear_out(
+        self, slots: Sequence[int], timeout_s: float = math.inf
+    ) -> dict[int, tuple[int | None, Any]]:
+        """Wait until these processes have ended. Returns the exit code and the last word of each that does in time."""
+        words, codes = dict[int, Any](), dict[int, int | None]()
+        until_s = time.monotonic() + timeout_s
+        while len(codes) < len(slots) and (left_s := until_s - time.monotonic()) > 0:
+            running = [slot for slot in slots if slot not in codes]
+            for slot, message in self.wait(running, min(left_s, _HEAR_S)):
+                (codes if message.kind == "ended" else words)[slot] = message.value
+        return {slot: (code, words.get(slot)) for slot, code in codes.items()}
 
     def _read(self, slot: int) -> Message:
         try:
