@@ -104,14 +104,14 @@ KINDS = {
     "NaN": (r"rank 1 on \S+ failed in step 3 \(reduce\):", "training_error"),
     "sample": (rf"rank 1 on \S+ failed in step 2 \(input\){AT}:", "training_error"),
     "unbuilt": (r"rank [01] on \S+ failed in start \(build\):", "job_error"),
-    "unlike": (r"rank [01] on \S+ failed in start \(build\):", "peer_lost"),
+    "unlike": (r"rank [01] on \S+ failed in start \(build\):", "job_error"),
     "uneven": (r"rank [01] on \S+ failed in start \(build\):", "drift_error"),
     "drift": (r"rank [01] on \S+ failed in step 3 \(save\):", "drift_error"),
     "disk": (r"rank 1 on \S+ failed in step 7 \(save\):", "checkpoint_error"),
     "callback": (r"Traceback \(most recent call last, your code only\):", "callback_error"),
     "memory": (rf"rank 1 on \S+ failed in step 3 \(forward\){AT}:", "out_of_memory"),
 }
-UNBEGUN = ("unbuilt", "uneven")  # forks leave no folder of such a run
+UNBEGUN = ("unbuilt", "unlike", "uneven")  # forks leave no folder of such a run
 PACELINE = [sys.executable, "-P", "-m", "paceline"]
 WORDS = {
     "hang": ["--timeout", "10"],

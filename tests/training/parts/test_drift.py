@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from paceline.base.errors import DriftError
+from paceline.base.errors import DriftError, JobError
 from paceline.checkpoint import open_checkpoint
 from paceline.job import Job
 from paceline.strategies.compose import load
@@ -92,6 +92,19 @@ def differing(
 def test_equal_replicas_pass(run_ranks: Any):
     """Nothing is said when nothing differs."""
     assert differing(run_ranks, {"data": 2, "shard": 1}, {}) == ["", ""]
+
+
+def test_a_model_with_other_tensors_on_a_rank(run_ranks: Any):
+    """No rank compares what others do not have: each says which tensor it is."""
+
+    def body(context: Any) -> None:
+        mesh = Mesh({"data": 3, "shard": 1}, context.rank)
+        mesh.connect()
+        tensors = {"a": torch.ones(5), **({"b": torch.ones(4)} if context.rank else {})}
+        with pytest.raises(JobError, match="has no 'b' on rank 0, and others"):
+            check_replicas(tensors, mesh=mesh, step=0)
+
+    run_ranks(body, 3)
 
 
 @pytest.mark.parametrize("odd", [0, 2])

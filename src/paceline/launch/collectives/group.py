@@ -500,7 +500,11 @@ class _Exchange:
         labels = {slot[:_LABEL_BYTES] for slot in slots}
         if len(labels) > 1:
             listed = ", ".join(sorted(label.decode().strip() for label in labels))
-            error = self._barrier.loss(f"ranks exchange different tensors: {listed}")
+            error = TrainingError(
+                f"ranks exchange different tensors: {listed}",
+                hint="the job's code depends on the rank, its samples or its host: all ranks must take the same path",
+                heard=True,  # the other rank's own error may say more
+            )
             error.is_mismatch = True  # type: ignore[attr-defined]
             raise error
         return [_Place(*_PLACE.unpack(slot[_LABEL_BYTES:])) for slot in slots]

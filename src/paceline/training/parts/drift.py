@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.base.errors import DriftError
+from paceline.base.errors import DriftError, JobError
 from paceline.checkpoint.pieces import TensorPiece
+from paceline.launch.collectives.values import values_of_all
 from paceline.strategies.mesh import Mesh, local_part
 from paceline.training import state
 from paceline.training.run import RunPart, TrainingRun
@@ -23,6 +24,7 @@ FINGERPRINTS = (
     "fingerprints/"  # names of rows of them: the ranks that should have equal ones come next
 )
 _BESIDE_BYTES = 2**20  # of what is read on another thread: less takes 0.1 ms, as starting one does
+_UNLIKE = "the model is not built alike on all ranks: it depends on the rank, the time or the host"
 _ROW_BYTES = (
     4096  # that are summed before they are weighted: as fast as a sum alone (19 GB/s, one core)
 )
@@ -67,8 +69,17 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int
     """Compare every tensor along each axis of copies, while nothing else goes on. Collective along them.
 
     Raises:
-        DriftError: see `ReplicaComparison`.
+        JobError: a rank has tensors that another one does not have. DriftError: see `ReplicaComparison`.
     """
+    for axis in mesh.copy_axes:
+        if mesh.sizes[axis] > 1:
+            names = [set(each) for each in values_of_all(list(tensors), mesh.group(axis))]
+            for name in sorted(set.union(*names) - set.intersection(*names)):
+                ranks = zip(mesh.ranks_along(axis), names, strict=True)
+                lacking = ", ".join(str(rank) for rank, own in ranks if name not in own)
+                raise JobError(
+                    f"the model has no '{name}' on rank {lacking}, and others have it", hint=_UNLIKE
+                )
     ReplicaComparison(tensors, mesh=mesh, step=step).finish()
 
 
@@ -305,7 +316,7 @@ def who_differs(ranks: Sequence[int | str], values: Sequence[Any]) -> str:
 def _cause(name: str, step: int, *, is_edited: bool, writers: Sequence[int]) -> str:
     """What was seen of it, and what it is likely to come from."""
     if not step:
-        return "the model is not built alike on all ranks: its initial values depend on the rank, the time or the host"
+        return _UNLIKE
     if is_edited:
         return (
             f"a forward changes '{name}' in place: if what it becomes depends on the samples, let it be a buffer, "
