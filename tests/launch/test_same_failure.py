@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conditions import until
 
 from tests.commands import Command, free_port
 
@@ -115,6 +116,7 @@ UNBEGUN = ("unbuilt", "unlike", "uneven")  # forks leave no folder of such a run
 PACELINE = [sys.executable, "-P", "-m", "paceline"]
 WORDS = {
     "hang": ["--timeout", "10"],
+    "frozen": ["--timeout", "10"],
     "memory": ["--memory", "700MiB"],
     "loader": ["--loader-workers", "1"],
     "drift": ["--save-every", "3"],
@@ -139,22 +141,25 @@ def variables(launcher: str, rank: int, port: int) -> dict[str, str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_is_told_alike(kind: str, launcher: str, tmp_path: Path):
     """Ranks are forks of one command, or commands of their own, on one host."""
-    port, is_fork = free_port(), launcher == "fork"
-    ranks = [
-        Command(
-            train(kind, tmp_path) + ["--restarts", "0"] * is_fork,
-            {**os.environ, **variables(launcher, rank, port)},
-            tmp_path / f"command-{rank}",
-        )
-        for rank in range(1 if is_fork else 2)
-    ]
+    assert_told(kind, printed_by_ranks(started(kind, launcher, tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind == "callback" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
+)
+def test_a_failure_is_told_before_all_ranks_are_ended(kind: str, tmp_path: Path):
+    """Once one rank has ended, torchrun's agent asks all to stop. The one that tells is not the first."""
+    ranks = started(kind, "torchrun", tmp_path)
+    how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    until(lambda: any(os.waitid(os.P_PID, rank.pid, how) for rank in ranks))
     for rank in ranks:
-        rank.wait()
-    assert_told(kind, "".join(rank.stderr.read_text() for rank in ranks), tmp_path)
+        os.kill(rank.pid, signal.SIGTERM)
+    assert_told(kind, printed_by_ranks(ranks), tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["error", "killed"])
+@pytest.mark.parametrize("kind", ["error", "killed", "hang", "stopped", "unlike", "callback"])
 def test_a_failure_under_torchruns_agent(kind: str, tmp_path: Path):
     """The agent prints a summary of its own beside it."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -175,15 +180,7 @@ def test_a_failure_under_ray(ray_cluster: Any, tmp_path: Path):
 
 def test_a_rank_that_others_wait_for_in_vain_is_told_by_another(tmp_path: Path):
     """Rank 0 is stopped, and rank 1, whose stderr leads to its log, tells on its terminal."""
-    port = free_port()
-    ranks = [
-        Command(
-            [*train("frozen", tmp_path), "--timeout", "10"],
-            {**os.environ, **variables("Slurm", rank, port)},
-            tmp_path / f"command-{rank}",
-        )
-        for rank in range(2)
-    ]
+    ranks = started("frozen", "Slurm", tmp_path)
     try:
         assert ranks[1].wait() == 4
     finally:
@@ -194,6 +191,24 @@ def test_a_rank_that_others_wait_for_in_vain_is_told_by_another(tmp_path: Path):
         r"^error: rank 0 on \S+ failed in step 3 \(forward\):$", printed, re.MULTILINE
     ), printed
     assert printed.count("error: ") == 1, printed
+
+
+def started(kind: str, launcher: str, folder: Path) -> list[Command]:
+    port, is_fork = free_port(), launcher == "fork"
+    return [
+        Command(
+            train(kind, folder) + ["--restarts", "0"] * is_fork,
+            {**os.environ, **variables(launcher, rank, port)},
+            folder / f"command-{rank}",
+        )
+        for rank in range(1 if is_fork else 2)
+    ]
+
+
+def printed_by_ranks(ranks: list[Command]) -> str:
+    for rank in ranks:
+        rank.wait()
+    return "".join(rank.stderr.read_text() for rank in ranks)
 
 
 def train(kind: str, folder: Path) -> list[str]:

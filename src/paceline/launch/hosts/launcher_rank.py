@@ -32,7 +32,10 @@ from paceline.launch.process.rank_process import Body, run_rank, set_up_device
 from paceline.launch.process.watchdog import explained, seen_by_all, within
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
-_LEAVE_S = 2.0  # rank 0 keeps the store, and leaves after the others have read there why
+_TOLD_S = 30.0  # how long a rank that does not tell waits for the one that does, which may look for what fits
+# Rank 0 keeps the store, and leaves after the others have read there why. A rank that does not tell leaves after the
+# one that does: torchrun's agent ends all ranks once one has ended.
+_LEAVE_S = 2.0
 _POLL_S = 0.01  # of the store, while rank 0 makes what the others wait for
 
 
@@ -261,7 +264,7 @@ class JoinedRank:
         self._report(failure := explained(failure, self.context))
         with self._telling:
             if self.hosted_rank is None and not self._is_told(failure):
-                self.ended(error := RankFailed(failure))
+                error = self._tell(failure)
                 print(text := f"error: {error}", file=sys.stderr, flush=True)
                 # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
                 if self.environment.rank:
@@ -285,8 +288,15 @@ class JoinedRank:
         with self._telling:
             if self.hosted_rank is None and self._is_told(failure):
                 sys.exit(failure.exit_code)
-            self.ended(error := RankFailed(failure, log))
+            error = self._tell(failure, log)
         raise error
+
+    def _tell(self, failure: Failure, log: Path | None = None) -> RankFailed:
+        """Have the run's folder say why it ended; the others leave a moment later. Return what this process says."""
+        self.ended(error := RankFailed(failure, log))
+        if self.hosted_rank is None:
+            within(_HEARD_S, lambda: self.store.set("is told", "1"))
+        return error
 
     def _is_told(self, failure: Failure) -> bool:
         """Whether another rank tells what ended the run. Of several that failed by themselves, the first one does."""
@@ -294,7 +304,9 @@ class JoinedRank:
             is_told = _cause_elsewhere(self.store, self.environment, _HEARD_S)
         else:
             is_told = bool(within(_HEARD_S, lambda: self.store.add("told", 1) != 1))
-        if self.environment.rank == 0:
+        if is_told:
+            within(_TOLD_S, lambda: self.store.wait(["is told"], timedelta(seconds=_TOLD_S)))
+        if is_told or self.environment.rank == 0:
             time.sleep(_LEAVE_S)
         return is_told
 
