@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,9 +16,13 @@ import torch.distributed as dist
 from conditions import until
 
 from paceline.base.errors import ClusterError, PeerLost
+from paceline.cluster.devices import Device
 from paceline.launch.hosts import launcher_rank
 from paceline.launch.hosts.environment import Environment
-from paceline.launch.hosts.launcher_rank import agree, join
+from paceline.launch.hosts.launcher_rank import JoinedRank, agree, join
+from paceline.launch.process import host_context
+from paceline.launch.process.failure import Failure, RankFailed, failure_of
+from paceline.launch.process.heartbeats import Heartbeat
 
 
 def _environment(port: int, *, launcher: str = "torchrun", rank: int = 0) -> Environment:
@@ -123,3 +128,23 @@ def test_what_rank_0_refuses_ends_the_others():
     with pytest.raises(SystemExit) as left:
         agree(store, _environment(1, rank=1), "key", make, timeout_s=1)
     assert left.value.code == 2
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_the_rank_that_failed_writes_why(heard: bool, monkeypatch: pytest.MonkeyPatch):
+    """A rank on Ray that only heard may end after the command has written the cause."""
+    reported, written = list[Failure](), list[RankFailed]()
+    monkeypatch.setattr(host_context, "_this_rank", host_context.HostContext(reported.append))
+    rank = JoinedRank(
+        Environment("Ray", 0, 1, 0, 1, "127.0.0.1", 1),
+        Device("cpu", 0, 2**30),
+        store=dist.HashStore(),
+        attempt=uuid.uuid4().hex,
+        timeout_s=1.0,
+        ended=written.append,
+    )
+    failure = failure_of(PeerLost("gone", heard=heard), rank=0, sign=Heartbeat(1, "reduce", 0.0))
+    with pytest.raises(RankFailed):
+        rank.end(failure, None)
+    assert reported == [failure]
+    assert bool(written) != heard

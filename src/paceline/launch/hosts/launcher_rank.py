@@ -292,8 +292,13 @@ class JoinedRank:
         raise error
 
     def _tell(self, failure: Failure, log: Path | None = None) -> RankFailed:
-        """Have the run's folder say why it ended; the others leave a moment later. Return what this process says."""
-        self.ended(error := RankFailed(failure, log))
+        """Have the run's folder say why it ended; the others leave a moment later. Return what this process says.
+
+        Where the process of a host tells, the rank that failed writes it there, and none of those that only heard.
+        """
+        error = RankFailed(failure, log)
+        if self.hosted_rank is None or not failure.heard:
+            self.ended(error)
         if self.hosted_rank is None:
             within(_HEARD_S, lambda: self.store.set("is told", "1"))
         return error
