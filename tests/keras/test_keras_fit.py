@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from later import Later
 
 import paceline as pl
 from paceline.base.errors import PlanError, PlanRefused, UsageError
+from paceline.keras import group
 from paceline.launch.process.failure import RankFailed
 
 keras, models = map(Later, ("keras", "keras_models"))
@@ -305,17 +307,24 @@ def test_a_gan_with_two_optimizers():
 
 
 def test_a_rank_that_fails_is_named(monkeypatch):
-    """An error and a death in one place begin with the same words."""
+    """An error, a death and a hang in one place begin with the same words; a request to stop is one."""
 
     def error() -> None:
         raise ValueError("no such sample")
 
+    monkeypatch.setattr(group, "PATIENCE_S", 3.0)
+    place = r"rank 1 on \S+ failed in step 3 \(train\)"
     for how, words in (
-        (error, r", at .*:\n.*no such sample"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), ":\n.*SIGKILL"),
+        (error, rf"{place}, at .*:\n.*no such sample"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), rf"{place}:\n.*SIGKILL"),
+        (lambda: time.sleep(1000), rf"{place}, at .*:\nrank 1 did not go on for 3 s"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGTERM),
+            r"rank 1 was stopped by SIGTERM in step 3 \(train\)",
+        ),
     ):
         monkeypatch.setattr(models.Failing, "how", staticmethod(how))
-        with pytest.raises(RankFailed, match=rf"rank 1 on \S+ failed in step 3 \(train\){words}"):
+        with pytest.raises(RankFailed, match=words):
             pl.keras.fit(classifier(models.Failing), X, Y, batch_size=16, verbose=0, plan="data=2")
 
 

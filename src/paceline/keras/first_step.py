@@ -117,7 +117,9 @@ def _is_of_a_peer(failure: str) -> bool:
     return "gloo" in failure.lower()
 
 
-def _try(connection: Connection, trial: Trial, *, rank: int, order: str, rendezvous: Path) -> None:
+def _try(
+    connection: Connection, sign: Any, trial: Trial, *, rank: int, order: str, rendezvous: Path
+) -> None:
     """In a fork: be one of the ranks."""
     group = RankGroup(rank, len(trial.cuts), rendezvous, uses_nccl=trial.uses_nccl)
     part = Part(group, tuple(len(cut) for cut in trial.cuts), order)
@@ -125,7 +127,7 @@ def _try(connection: Connection, trial: Trial, *, rank: int, order: str, rendezv
         _compute(connection, trial, rows_of(trial.batch, trial.cuts[rank]), part)
 
 
-def _try_alone(connection: Connection, trial: Trial) -> None:
+def _try_alone(connection: Connection, sign: Any, trial: Trial) -> None:
     """In a fork: compute the whole batch with Keras alone."""
     with trial.computation.in_place():  # to note the gradients
         _compute(connection, trial, trial.batch, None)

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,18 +19,22 @@ import keras
 import torch
 
 from paceline.base.codec import send
+from paceline.base.waiting import waiting
+from paceline.keras import group
 from paceline.keras.apart import Apart
 from paceline.keras.copies import packed, unpacked
-from paceline.launch.process.failure import Failure, cause_of, killed
-from paceline.launch.process.heartbeats import Heartbeat
+from paceline.launch.process.failure import Failure, cause_of, ended_alone
+from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line
+from paceline.launch.process.outside_watch import OutsideWatch
 from paceline.launch.process.supervisor import Supervisor
 
 _REPORT_S = 5.0  # for a rank that noticed the end of another one to hear why, and for a cause
 _LOOK_S = 0.5
 
-# It obeys or tells the other end of a pipe, and returns its failure, or None if it has no more to do.
-Life = Callable[[Connection], Failure | None]
+# It obeys or tells the other end of a pipe, and returns its failure, or None if it has no more to do. It may say in
+# which step it is, and of which kind, which is a sign of life.
+Life = Callable[[Connection, Callable[[int, str], None]], Failure | None]
 
 
 class Forks:
@@ -86,27 +91,33 @@ def _begin(
     pipes = dict(zip(devices, ends, strict=True))
 
     def live(rank: int, line: Line) -> None:
+        watch.be_watched(rank)
+        waiting.tell = partial(board.set_waits, rank)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the first rank prints the same
         if devices[rank].startswith("cuda"):
             torch.cuda.set_device(torch.device(devices[rank]))
         with keras.device(torch.device(devices[rank]).type):
-            failure = copies()[rank](pipes[rank])
+            failure = copies()[rank](pipes[rank], partial(board.write, rank))
         if failure is None:
             signal.pause()
         line.end(None, failure)
         os._exit(0)  # the end of a process group would wait for its peers
 
+    board = HeartbeatTable(max(devices) + 1)
+    watch = OutsideWatch(board, board.num_ranks, patience_s=group.PATIENCE_S, sees_all=False)
     processes = Supervisor(live)  # not on the other thread, as Keras keeps its settings by thread
     for end in ends:
         end.close()
-    return partial(_watch, processes, set(devices), control)
+    return partial(_watch, processes, watch, set(devices), control)
 
 
-def _watch(processes: Supervisor, ranks: set[int], control: Connection) -> list[str]:
+def _watch(
+    processes: Supervisor, watch: OutsideWatch, ranks: set[int], control: Connection
+) -> list[str]:
     """Return the failures that ended the forks, as JSON; none if they were told to end."""
     failures: list[Failure] = []
     silent = set(ranks)
-    with closing(processes):
+    with closing(processes), closing(watch):
         for rank in ranks:
             processes.start(rank)
         while not control.poll() and all(failure.heard for failure in failures):
@@ -114,11 +125,19 @@ def _watch(processes: Supervisor, ranks: set[int], control: Connection) -> list[
             news = processes.wait([*silent], wait_s, also=[control.fileno()])
             if failures and not news:
                 break
+            pids = {
+                rank: pid
+                for rank in silent
+                if (pid := processes.pid(rank)) is not None
+                and watch.board.read(rank).step
+                and not watch.board.waits(rank)
+            }
+            if (hang := watch.look(pids)) is not None:
+                failures.append(replace(hang, hint=None))  # there is no other patience
             for rank, message in news:
                 silent.remove(rank)
-                failures.append(
-                    message.failure or killed(rank, message.value, Heartbeat(0, "step", 0.0))
-                )
+                sign = watch.board.read(rank)
+                failures.append(message.failure or ended_alone(rank, message.value, sign))
         for rank in ranks:
             processes.end(rank)
     return [failure.to_json() for failure in failures]

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.base.waiting import waiting
 from paceline.torch_private.process_groups import gloo_on_loopback, nccl
 
-TIMEOUT = timedelta(minutes=30)  # for a rank that computes; one that dies is noticed at once
+PATIENCE_S = 1800.0  # for a rank that computes; one that dies is noticed at once
+# Who watches the ranks speaks first, and names the one that hangs. This is the last resort.
+TIMEOUT = timedelta(seconds=2 * PATIENCE_S)
 
 
 class RankGroup:
@@ -45,7 +48,8 @@ class RankGroup:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Of the ranks' tensors, the same bits on every rank."""
         group, result = self._group_of(tensor.detach().clone(memory_format=torch.contiguous_format))
-        group.allreduce([result]).wait()
+        with waiting:
+            group.allreduce([result]).wait()
         return result.to(tensor.device)
 
     def gather(self, tensor: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
@@ -57,7 +61,8 @@ class RankGroup:
             return tensor.new_zeros((sum(lengths), *rest))
         group, sent = self._group_of(padded.reshape(-1).view(torch.uint8))  # any dtype
         received = [torch.empty_like(sent) for _ in lengths]
-        group.allgather([received], [sent]).wait()
+        with waiting:
+            group.allgather([received], [sent]).wait()
         return torch.cat(
             [
                 part.view(tensor.dtype).reshape(longest, *rest)[:length]

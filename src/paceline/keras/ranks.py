@@ -12,7 +12,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,6 @@ class Ranks:
             str, str
         ] = {}  # of random rows, by kind of step, once its first one was tried
         self._folder = Path()
-        self._steps, self._kind = 0, "start"  # what these workers were told last
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -152,13 +150,11 @@ class Ranks:
             "changed": changed,
             "random": random_state(self.devices[0]),
         }
-        self._steps, self._kind = self._steps + 1, kind
         with self._failures():
             for rank in range(1, self.size):
                 self._workers.send(rank, {**message, "batch": rows_of(batch, cuts[rank])})
 
     def _start(self) -> Forks:
-        self._steps, self._kind = 0, "start"
         rendezvous = self._folder / uuid.uuid4().hex
         self._workers = Forks(
             {
@@ -232,8 +228,6 @@ class Ranks:
         except (RuntimeError, OSError, EOFError) as error:
             failure = None if self._workers is None else self._workers.failure()
             if failure is not None and not failure.heard:
-                if not failure.step:  # it was killed
-                    failure = replace(failure, step=self._steps, phase=self._kind)
                 raise RankFailed(failure) from error
             raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.base.codec import receive, send
+from paceline.base.waiting import waiting
 from paceline.keras.computation import Computation
 from paceline.keras.group import RankGroup
 from paceline.keras.part import Part
@@ -21,6 +23,7 @@ from paceline.launch.process.rank_process import use_threads
 
 def be_worker(
     connection: Connection,
+    sign: Callable[[int, str], None],
     computation: Computation,
     *,
     rank: int,
@@ -28,15 +31,20 @@ def be_worker(
     rendezvous: Path,
     uses_nccl: bool,
 ) -> Failure:
-    """The life of a fork that is a rank. It answers predictions, and returns why it could not go on."""
+    """The life of a fork that is a rank. It answers predictions, and returns why it could not go on.
+
+    sign: See `forks.Life`.
+    """
     steps, kind = 0, "start"
     try:
         use_threads(size)
         group = RankGroup(rank, size, rendezvous, uses_nccl=uses_nccl)
         with computation.in_place():
             while True:
-                message = receive(connection)
-                kind, steps = message["kind"], steps + 1
+                with waiting:
+                    message = receive(connection)
+                    kind, steps = message["kind"], steps + 1
+                    sign(steps, kind)
                 _compute(computation, group, message, connection)
     except BaseException as error:
         return failure_of(error, rank=rank, sign=Heartbeat(steps, kind, 0.0))

@@ -27,8 +27,8 @@ from paceline.launch.process.failure import (
     Failure,
     cause_of,
     different_verbs,
+    ended_alone,
     ended_by,
-    killed,
     stopped,
 )
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy, RestartPolicy
@@ -440,11 +440,6 @@ class _Ranks:
             ended_by = -(code or 0)
             if self.interrupted and ended_by in (*signals.STOPPING, signal.SIGKILL):
                 rank.failure = stopped(number, self.interrupted[0], sign)
-            elif (
-                ended_by in signals.PREEMPTING
-            ):  # it was sent to this rank, before there were steps
-                alone = stopped(number, ended_by, sign)
-                rank.failure = replace(alone, message=f"rank {number} was {alone.message}")
             else:
                 mismatch = (
                     self.launch.board.verbs.mismatch(number, sign.step)
@@ -454,7 +449,7 @@ class _Ranks:
                 rank.failure = (
                     different_verbs(number, mismatch, sign)
                     if mismatch
-                    else killed(number, code, sign, with_server=self.processes.is_server_lost)
+                    else ended_alone(number, code, sign, with_server=self.processes.is_server_lost)
                 )
 
     def _listen(self, number: int, message: Message) -> None:

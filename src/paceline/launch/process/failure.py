@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.base import errors
+from paceline.base import errors, signals
 from paceline.base.errors import (
     OutOfMemory,
     PacelineError,
@@ -337,6 +337,16 @@ def killed(
     else:
         how = f"it ended with exit code {exit_code} and no exception"
     return _ended(PeerLost, rank, how, sign, hint)
+
+
+def ended_alone(
+    rank: int, exit_code: int | None, sign: Heartbeat, *, with_server: bool = False
+) -> Failure:
+    """The report of a rank that ended without one: see `killed`, or a scheduler's signal that was sent to it alone."""
+    if exit_code is None or -exit_code not in signals.PREEMPTING:
+        return killed(rank, exit_code, sign, with_server=with_server)
+    alone = stopped(rank, -exit_code, sign)
+    return replace(alone, message=f"rank {rank} was {alone.message}")
 
 
 def _ended(

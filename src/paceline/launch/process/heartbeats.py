@@ -32,6 +32,10 @@ PHASES = (
     "copy",
     "callback",
     "end",
+    "train",  # those of Keras
+    "test",
+    "predict",
+    "compare",
 )
 # Of an entry: where its rank is, when it said so, whether it waits for others, whether its process died, which process
 # it is, and when it last looked at the other ranks of its host.
