@@ -982,6 +982,41 @@ def test_ctrl_c(tmp_path: Path, wait_for: Callable[..., None]):
     assert len(saved_steps(tmp_path / "run")) == 1
 
 
+def drawn_by(work: Callable[[], object], end: Callable[[int], None]) -> bytes:
+    """What the work writes to a terminal. end: Given its process, ends the work."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    drawn = b""
+    try:
+        end(pid)
+        with suppress(OSError):  # which Linux gives where the other end is closed
+            while part := os.read(terminal, 4096):
+                drawn += part
+    finally:
+        os.waitpid(pid, 0)
+    return drawn
+
+
+def test_a_restart_is_told_on_a_line_of_its_own(tmp_path: Path):
+    """The rank that was killed had drawn a line, and hidden the cursor, before new ranks began."""
+    run, killed = tmp_path / "run", tmp_path / "killed"
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if (run / "metrics.jsonl").exists() and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return F.cross_entropy(output, target)
+
+    drawn = drawn_by(
+        lambda: paceline.train(a_job(loss=loss), "single", run=run, restarts=1), lambda pid: None
+    )
+    assert 0 < drawn.find(b"\r\x1b[2K\x1b[?25h") < drawn.find(b"resumed from"), drawn
+
+
 def test_a_second_ctrl_c_shows_the_cursor(tmp_path: Path, wait_for: Callable[..., None]):
     """A rank that draws on a terminal has hidden it, and is killed before it can show it."""
     run, started, asked = tmp_path / "run", tmp_path / "started", tmp_path / "asked"
@@ -993,22 +1028,12 @@ def test_a_second_ctrl_c_shows_the_cursor(tmp_path: Path, wait_for: Callable[...
             time.sleep(1000)
         return F.cross_entropy(output, target)
 
-    pid, terminal = pty.fork()
-    if pid == 0:
-        try:
-            paceline.train(a_job(loss=loss), "single", run=run)
-        finally:
-            os._exit(1)
-    drawn = b""
-    try:
+    def end(pid: int) -> None:
         wait_for(started.exists)
         os.kill(pid, signal.SIGINT)
         wait_for(asked.exists)
         time.sleep(signals.SAME_REQUEST_S + 0.1)  # what comes before is the same request
         os.kill(pid, signal.SIGINT)
-        with suppress(OSError):  # which Linux gives where the other end is closed
-            while part := os.read(terminal, 4096):
-                drawn += part
-    finally:
-        os.waitpid(pid, 0)
+
+    drawn = drawn_by(lambda: paceline.train(a_job(loss=loss), "single", run=run), end)
     assert b"\x1b[?25l" in drawn and drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")

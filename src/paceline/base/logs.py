@@ -93,6 +93,14 @@ class Tee(io.TextIOBase):
         return int(stream.fileno())
 
 
+def leave_live_line(descriptor: int = 2) -> None:
+    """Begin a new line where another process may draw a live line, which clears it, and show the
+    cursor, which that process hides: it may have been killed. Do nothing without a terminal.
+    """
+    if os.isatty(descriptor):
+        os.write(descriptor, b"\r\x1b[2K\x1b[?25h")
+
+
 @contextmanager
 def unbroken() -> Iterator[None]:
     """Let this process and its forks go on while the block runs, even if stderr is closed or can't

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ClusterError, PacelineError, PeerLost
+from paceline.base.logs import leave_live_line
 from paceline.base.waiting import waiting
 from paceline.cluster.devices import Device
 from paceline.launch.hosts.environment import Environment, address_towards, interface_towards
@@ -269,6 +270,8 @@ class JoinedRank:
                 # Rank 0 writes to its log and to the terminal at once; what others print goes to their logs alone.
                 if self.environment.rank:
                     os.write(self._terminal, f"{text}\n".encode(errors="backslashreplace"))
+                else:
+                    leave_live_line()  # its own: this process ends at once
 
     def end(self, failure: Failure | None, log: Path | None) -> None:
         """Leave the others.
@@ -299,6 +302,7 @@ class JoinedRank:
         error = RankFailed(failure, log)
         if self.hosted_rank is None or not failure.heard:
             self.ended(error)
+        leave_live_line(self._terminal)
         if self.hosted_rank is None:
             within(_HEARD_S, lambda: self.store.set("is told", "1"))
         return error

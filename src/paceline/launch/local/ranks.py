@@ -20,6 +20,7 @@ from paceline.base import signals
 from paceline.base.errors import PeerLost
 from paceline.base.fork import refuse_used_cuda
 from paceline.base.inherited import close_connections
+from paceline.base.logs import leave_live_line
 from paceline.base.temporary import temporary_folder
 from paceline.cluster.devices import Device
 from paceline.launch.process.context import RankContext
@@ -311,6 +312,8 @@ class _Ranks:
             self.processes.end(
                 number, patience_s=_GRACE_S if rank.failure is None and rank.finished else 0.2
             )
+        if any(rank.failure is not None for rank in self.of):
+            leave_live_line()
 
     def restart_all(self, cause: Failure) -> None:
         lost = {rank.failure.rank for rank in self.of if rank.failure and not rank.failure.heard}
@@ -352,6 +355,7 @@ class _Ranks:
                 deaths + (number in lost) for number, deaths in enumerate(self.launch.deaths)
             ),
         )
+        leave_live_line()
         why = re.sub(rf"^rank {rank}\b(?!,)", "it", failure.message.partition("\n")[0])
         if failure.trace:
             print(failure.describe(), file=sys.stderr)
