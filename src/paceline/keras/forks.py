@@ -19,14 +19,13 @@ import keras
 import torch
 
 from paceline.base.codec import send
-from paceline.base.waiting import waiting
 from paceline.keras import group
 from paceline.keras.apart import Apart
 from paceline.keras.copies import packed, unpacked
 from paceline.launch.process.failure import Failure, cause_of, ended_alone
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line
-from paceline.launch.process.outside_watch import OutsideWatch
+from paceline.launch.process.outside_watch import OutsideWatch, be_watched
 from paceline.launch.process.supervisor import Supervisor
 
 _REPORT_S = 5.0  # for a rank that noticed the end of another one to hear why, and for a cause
@@ -91,8 +90,7 @@ def _begin(
     pipes = dict(zip(devices, ends, strict=True))
 
     def live(rank: int, line: Line) -> None:
-        watch.be_watched(rank)
-        waiting.tell = partial(board.set_waits, rank)
+        be_watched(board, rank)
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the first rank prints the same
         if devices[rank].startswith("cuda"):
             torch.cuda.set_device(torch.device(devices[rank]))
@@ -104,7 +102,9 @@ def _begin(
         os._exit(0)  # the end of a process group would wait for its peers
 
     board = HeartbeatTable(max(devices) + 1)
-    watch = OutsideWatch(board, board.num_ranks, patience_s=group.PATIENCE_S, sees_all=False)
+    watch = OutsideWatch(
+        board, {rank: rank for rank in devices}, patience_s=group.PATIENCE_S, sees_all=False
+    )
     processes = Supervisor(live)  # not on the other thread, as Keras keeps its settings by thread
     for end in ends:
         end.close()
@@ -117,7 +117,7 @@ def _watch(
     """Return the failures that ended the forks, as JSON; none if they were told to end."""
     failures: list[Failure] = []
     silent = set(ranks)
-    with closing(processes), closing(watch):
+    with closing(processes):
         for rank in ranks:
             processes.start(rank)
         while not control.poll() and all(failure.heard for failure in failures):
@@ -127,10 +127,8 @@ def _watch(
                 break
             pids = {
                 rank: pid
-                for rank in silent
-                if (pid := processes.pid(rank)) is not None
-                and watch.board.read(rank).step
-                and not watch.board.waits(rank)
+                for rank, pid in processes.pids(silent).items()
+                if watch.board.read(rank).step and not watch.board.waits(rank)
             }
             if (hang := watch.look(pids)) is not None:
                 failures.append(replace(hang, hint=None))  # there is no other patience
