@@ -83,12 +83,12 @@ def test_one_device_and_described_ones_stay(cluster: Cluster, measured: list[int
 @pytest.mark.parametrize(
     "damage",
     [
-        {"2": [0, 1e-4, 0, 0, 0, 0]},
-        {"2": [1e9]},
+        {"2": {"bytes_per_s": 0, "latency_s": 1e-4}},
+        {"2": {"bytes_per_s": 1e9, "latency_s": 1e-4, "late_s": -1}},
+        {"2": {"bytes_per_s": 1e9}},
+        {"2": {"bytes_per_s": 1e9, "latency_s": 1e-4, "wait_s": None}},
         {"2": [1e9, 1e-4, 0, 0]},
         [1],
-        {"2": [1e9, 1e-4, None, 0, 0, 0]},
-        {"two": [1, 2, 3, 4, 5, 6]},
     ],
 )
 def test_a_damaged_cache_is_measured_again(measured: list[int], damage: object):

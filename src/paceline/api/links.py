@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import DeviceKind
@@ -29,16 +31,6 @@ from paceline.model.cost import cache
 if TYPE_CHECKING:
     import torch
 
-# The figures of a link that the cache keeps.
-FIGURES = (
-    "bytes_per_s",
-    "latency_s",
-    "wait_s",
-    "late_s",
-    "memory_wait_s",
-    "memory_late_s",
-    "memory_bytes_per_s",
-)
 CACHED = "links"  # cache document; keys are the number of CPU ranks, or the numbers of the GPUs
 MOST_RANKS = 8  # the most CPU ranks that are measured; larger numbers use this result
 # How many small and large collectives are timed per round, and the number of rounds.
@@ -284,53 +276,19 @@ def _gpu_rank_times(context: RankContext) -> tuple[float, float, float]:
 
 
 def _write(kind: DeviceKind, links: Mapping[str, Link]) -> None:
-    cache.write(
-        CACHED,
-        kind,
-        {
-            name: [getattr(link, figure) for figure in FIGURES]
-            for name, link in sorted(links.items(), key=lambda item: (len(item[0]), item[0]))
-        },
-    )
+    ordered = sorted(links.items(), key=lambda item: (len(item[0]), item[0]))
+    cache.write(CACHED, kind, {name: asdict(replace(link, source="")) for name, link in ordered})
 
 
 def _read(kind: DeviceKind) -> dict[str, Link]:
     """Return the links in the cache; none if the file is missing or makes no sense."""
     try:
-        links = {str(name): _link(*figures) for name, figures in cache.read(CACHED, kind).items()}
-    except (ValueError, TypeError, AttributeError):
+        links = msgspec.convert(cache.read(CACHED, kind), dict[str, Link])
+    except msgspec.ValidationError:
         return {}
-    return (
-        links
-        if all(
-            0 < link.bytes_per_s < math.inf
-            and 0 <= link.memory_bytes_per_s < math.inf
-            and 0 <= sum(_waits(link)) < math.inf
-            for link in links.values()
-        )
-        else {}
-    )
+    return links if all(map(_makes_sense, links.values())) else {}
 
 
-def _link(
-    bytes_per_s: Any,
-    latency_s: Any,
-    wait_s: Any,
-    late_s: Any,
-    memory_wait_s: Any,
-    memory_late_s: Any,
-    memory_bytes_per_s: Any,
-) -> Link:
-    return Link(
-        float(bytes_per_s),
-        float(latency_s),
-        float(wait_s),
-        float(late_s),
-        None if memory_wait_s is None else float(memory_wait_s),
-        float(memory_late_s),
-        float(memory_bytes_per_s),
-    )
-
-
-def _waits(link: Link) -> tuple[float, ...]:
-    return link.wait_s, link.late_s, link.memory_wait_s or 0.0, link.memory_late_s
+def _makes_sense(link: Link) -> bool:
+    figures = [each for each in astuple(link)[:-1] if each is not None]
+    return link.bytes_per_s > 0 and all(0 <= figure < math.inf for figure in figures)
