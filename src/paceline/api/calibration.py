@@ -5,8 +5,6 @@ results.
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import shutil
 import sys
 import time
@@ -26,7 +24,7 @@ from paceline.api.ab_timing import (
 )
 from paceline.api.known_trials import KnownTrials
 from paceline.base.errors import PacelineError
-from paceline.base.logs import Tee
+from paceline.base.logs import Tee, redirect
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job
 from paceline.launch.process.context import RankContext
@@ -411,8 +409,8 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
 
     def body(context: RankContext) -> Any:
         turns = AlternatingSteps() if in_turns else None
-        with _silence():
-            figures = train_rank(context, short, plan, replace(settings, observer=turns))
+        _be_silent()
+        figures = train_rank(context, short, plan, replace(settings, observer=turns))
         pairs = [asdict(pair) for pair in turns.pairs()] if turns is not None else []
         # under servers these are rank 0's
         return None if figures is None else {**figures, "pairs": pairs}
@@ -432,28 +430,8 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
     )
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Discard everything that this process prints.
-
-    Rank 0's own stream writes to the terminal through another file descriptor, so it is silenced
-    separately.
-    """
-    saved_descriptors = {number: os.dup(number) for number in (1, 2)}
-    own_stream = sys.stderr if isinstance(sys.stderr, Tee) else None
-    terminal = own_stream.terminal if own_stream is not None else None
-    with open(os.devnull, "w") as nowhere:
-        for number in saved_descriptors:
-            os.dup2(nowhere.fileno(), number)
-    if own_stream is not None:
-        own_stream.terminal = io.StringIO()
-    try:
-        yield
-    finally:
-        if own_stream is not None:
-            own_stream.terminal = terminal
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, copy in saved_descriptors.items():
-            os.dup2(copy, number)
-            os.close(copy)
+def _be_silent() -> None:
+    """Discard all that this rank prints from now on, also by its stream to the terminal."""
+    if isinstance(sys.stderr, Tee):
+        sys.stderr.terminal = None
+    redirect(None)
