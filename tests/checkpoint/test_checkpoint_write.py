@@ -755,37 +755,6 @@ def test_a_late_reservation_overwrites_no_copy() -> None:
     assert torch.equal(copied, tensor)
 
 
-@pytest.mark.parametrize(
-    ("alike", "message"),
-    [
-        ([{"0,1": {"w": 7}}, {"0,1": {"w": 7}}], ""),
-        ([{"0": {"w": 7}}, {"1": {"w": 8}}], ""),
-        ([{}, {}], ""),
-        (
-            [{"0,1": {"v": 1, "w": 7}}, {"0,1": {"v": 1, "w": 8}}],
-            "'w' on rank 1 is not what rank 0 holds",
-        ),
-        ([{"0,1": {"w": 7}}, {"0,1": {}}], "'w' on rank 1 is not what rank 0 holds"),
-    ],
-)
-def test_what_replicas_do_not_agree_on_is_never_committed(
-    tmp_path: Path, alike: list[Any], message: str
-) -> None:
-    """Whatever becomes of the run meanwhile: their writers find it by themselves."""
-    both = writers(tmp_path, 2)
-    for writer, pieces, fingerprints in zip(both, halves(), alike, strict=True):
-        writer.save(3, pieces, {}, held_alike=lambda fingerprints=fingerprints: fingerprints)
-    if not message:
-        for writer in both:
-            writer.wait()
-        assert newest_step(tmp_path) == 3
-        return
-    for writer in both:
-        with pytest.raises(CheckpointError, match=message):
-            writer.wait()
-    assert not list((tmp_path / "checkpoints").glob("step-*"))
-
-
 def test_write_json_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A JSON file is replaced at once or not at all."""
     path = tmp_path / "summary.json"

@@ -48,10 +48,6 @@ FORMAT = "paceline-checkpoint"
 VERSION = 2  # 1 had sha256 for checksums
 INDEX, DOCUMENT = "index.json", "document.json"
 
-# Fingerprints of tensors, by the ranks that should have equal ones (such as "0,2") and by the
-# tensor's name.
-HeldAlike = Mapping[str, Mapping[str, int]]
-
 FIRST_POLL_S, LAST_POLL_S = (
     0.005,
     0.25,
@@ -138,7 +134,6 @@ class Writer:
         *,
         snapshot: bool = True,
         is_for_updates: Callable[[str], bool] = lambda name: False,
-        held_alike: Callable[[], HeldAlike] = dict,
         before_commit: Callable[[], None] = lambda: None,
     ) -> float:
         """Copy the pieces to CPU memory and start to write them. It first waits for a save that
@@ -157,9 +152,6 @@ class Writer:
                 returns.
             is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of
                 this name.
-            held_alike: Gives the fingerprints of the tensors that this rank should hold like
-                others. It is called on another thread. If the fingerprints of ranks differ, the
-                save fails.
             before_commit: Called on rank 0, on another thread, when all else of the checkpoint is
                 on the disk.
 
@@ -179,9 +171,7 @@ class Writer:
         # equally soon.
         within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
         self._last_s = started_s
-        save = _Save(
-            self, step, f"{self.attempt}-{self._num_saves}", held_alike, before_commit, within_s
-        )
+        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", before_commit, within_s)
         is_blocking = snapshot and self.takes_snapshots is False
         copies = (
             partial(self._copies, is_for_updates=is_for_updates)
@@ -284,11 +274,10 @@ class _Save:
         writer: Writer,
         step: int,
         token: str,
-        held_alike: Callable[[], HeldAlike],
         before_commit: Callable[[], None],
         within_s: float,
     ) -> None:
-        self._held_alike, self._before_commit, self._within_s = held_alike, before_commit, within_s
+        self._before_commit, self._within_s = before_commit, within_s
         self.rank, self.world_size, self.timeout_s = (
             writer.rank,
             writer.world_size,
@@ -430,14 +419,13 @@ class _Save:
             raise _Exiting
         write_json(
             self.temp / file_of(self.rank, "json"),
-            {**summary, "tensors": self._entries, "held_alike": self._held_alike()},
+            {**summary, "tensors": self._entries},
         )
 
     def _commit(self) -> None:
         """Write index, document and COMMIT, then give the folder its name. Only rank 0 calls this."""
         part_paths = [self.temp / file_of(rank, "json") for rank in range(self.world_size)]
         parts = [json.loads(path.read_text()) for path in part_paths]
-        _refuse_difference([part["held_alike"] for part in parts])
         write_json(self.temp / INDEX, {"tensors": merged(part["tensors"] for part in parts)})
         write_text(self.temp / DOCUMENT, self._document)
         files = {
@@ -600,25 +588,6 @@ class _Save:
 
 class _Exiting(Exception):
     """Raised if the process ends while a save runs."""
-
-
-def _refuse_difference(held_alike: Sequence[HeldAlike]) -> None:
-    """Check that ranks that should hold equal tensors do so.
-
-    Raises:
-        CheckpointError: ranks that should hold the same do not.
-    """
-    first: dict[str, Mapping[str, int]] = {}
-    for rank, groups in enumerate(held_alike):
-        for ranks, values in groups.items():
-            if values != first.setdefault(ranks, values):
-                name = next(
-                    name for name, value in first[ranks].items() if values.get(name) != value
-                )
-                raise CheckpointError(
-                    f"'{name}' on rank {rank} is not what rank {ranks.partition(',')[0]} holds, and "
-                    "nothing shows which of them is right"
-                )
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,6 @@ from paceline.strategies.compose import load
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training.loop import train_rank
-from paceline.training.parts import drift
 from paceline.training.parts.drift import check_replicas, fingerprint
 from paceline.training.settings import Settings
 
@@ -186,21 +183,9 @@ def reported(
     return first
 
 
-@pytest.mark.parametrize("is_beside", [True, False])
-def test_no_checkpoint_holds_what_replicas_do_not_agree_on(
-    run_ranks: Any, tmp_path: Path, is_beside: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_no_checkpoint_holds_what_replicas_do_not_agree_on(run_ranks: Any, tmp_path: Path):
     """A bit of the optimizer's state that flips before a save is found by it, though no weight has changed yet, and
-    before the next update, also if the state is read beside the next step."""
-    finish = drift.ReplicaComparison.finish
-
-    def finish_late(comparison: drift.ReplicaComparison, **options: Any) -> None:
-        time.sleep(0.5)  # the writers are done: they have to find it by themselves
-        finish(comparison, **options)
-
-    if is_beside:
-        monkeypatch.setattr(drift, "_BESIDE_BYTES", 1)
-        monkeypatch.setattr(drift.ReplicaComparison, "finish", finish_late)
+    before the next update."""
 
     def disturb(stepper: Any, step: int, rank: int) -> None:
         (tmp_path / f"updated-{step}").touch()
@@ -236,50 +221,3 @@ def test_the_first_step_is_compared(run_ranks: Any):
     message = reported(run_ranks, lambda stepper, step, rank: stepper.model.bias.data.add_(rank))
     assert "after step 1: 'bias'" in message
     assert "nothing but updates was seen to change this tensor" in message
-
-
-def test_a_comparison_reads_on_another_thread_what_stays(
-    run_ranks: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """And no other tensor, which may be written to as soon as the comparison is made."""
-    monkeypatch.setattr(drift, "_BESIDE_BYTES", 1)
-
-    def body(context: Any) -> tuple[str, Any]:
-        mesh = Mesh({"data": 2}, context.rank)
-        mesh.connect()
-        tensors = {"weight": torch.ones(4), "optimizer/mean": torch.ones(4)}
-        if context.rank:
-            tensors["optimizer/mean"][3] = 2
-        began, goes_on = threading.Event(), threading.Event()
-        read = drift.fingerprint
-
-        def waits(tensor: torch.Tensor) -> torch.Tensor:
-            if threading.current_thread().name == "paceline-fingerprints":
-                began.set()
-                goes_on.wait()
-            return read(tensor)
-
-        drift.fingerprint = waits  # type: ignore[assignment]  # in this fork
-        comparison = drift.ReplicaComparison(
-            tensors, mesh=mesh, step=4, stays=lambda name: name.startswith("optimizer/")
-        )
-        assert began.wait()
-        tensors["weight"] += context.rank  # as a forward may
-        goes_on.set()
-        try:
-            comparison.finish()
-        except DriftError as error:
-            return str(error), comparison.held_alike()
-        return "", {}
-
-    (message, first), (other_message, second) = run_ranks(body, 2)
-    assert (
-        message == other_message
-        and "'optimizer/mean' differs between" in message
-        and "(1 of 2 tensors differ)" in message
-    )
-    assert (
-        first.keys() == second.keys() == {"0,1"}
-        and first["0,1"]["weight"] == second["0,1"]["weight"]
-    )
-    assert first["0,1"]["optimizer/mean"] != second["0,1"]["optimizer/mean"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ EVERY_STEPS = 100  # reading 1 GB takes one core 0.08 s, 1/1,000 of a hundred st
 FINGERPRINTS = (
     "fingerprints/"  # names of rows of them: the ranks that should have equal ones come next
 )
-_BESIDE_BYTES = 2**20  # of what is read on another thread: less takes 0.1 ms, as starting one does
 _UNLIKE = "the model is not built alike on all ranks: it depends on the rank, the time or the host"
 _ROW_BYTES = (
     4096  # that are summed before they are weighted: as fast as a sum alone (19 GB/s, one core)
@@ -84,13 +82,7 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], *, mesh: Mesh, step: int
 
 
 class ReplicaComparison:
-    """What replicas hold after a step, read when this is made and compared by `finish`.
-
-    Tensors on a CPU that stay as they are until then are read on another thread meanwhile, if they are large; a GPU
-    reads all of them by itself.
-
-    is_beside: whether another thread reads some.
-    """
+    """What replicas hold after a step: fingerprints of tensors, read when this is made and compared by `finish`."""
 
     def __init__(
         self,
@@ -99,39 +91,18 @@ class ReplicaComparison:
         mesh: Mesh,
         step: int,
         more: Callable[[str], Mapping[str, torch.Tensor]] = lambda axis: {},
-        stays: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """
-        Args:
-            more: Gives what else ranks along an axis should hold alike.
-            stays: Whether nothing writes to the tensor of this name before `finish`.
-        """
+        """more: gives what else ranks along an axis should hold alike."""
         self.mesh, self.step = mesh, step
         self._weights = list(tensors)
         self._names: dict[str, list[str]] = {}  # by axis, what ranks along it should hold alike
-        self._prints: dict[str, torch.Tensor] = {}
-        self._later: dict[str, torch.Tensor] = {}
-        self._reading: threading.Thread | None = None
-        self._error: Exception | None = None
         named = dict(tensors)
         for axis in mesh.copy_axes:
             if mesh.sizes[axis] > 1:
                 along = {**tensors, **more(axis)}
                 self._names[axis] = list(along)
                 named |= along
-        for name, tensor in named.items():
-            if stays(name) and tensor.device.type == "cpu":
-                self._later[name] = tensor
-            else:
-                self._prints[name] = fingerprint(tensor)
-        self.is_beside = sum(tensor.nbytes for tensor in self._later.values()) >= _BESIDE_BYTES
-        if self.is_beside:
-            self._reading = threading.Thread(
-                target=self._read, name="paceline-fingerprints", daemon=True
-            )
-            self._reading.start()
-        else:
-            self._read()
+        self._prints = {name: fingerprint(tensor) for name, tensor in named.items()}
 
     def finish(self, *, edited: Collection[str] = (), outside: Collection[str] = ()) -> None:
         """Compare. Collective along the axes of copies.
@@ -144,7 +115,8 @@ class ReplicaComparison:
             DriftError: on every rank of the group, naming the first tensor, the ranks that are in the minority, and
                 what was seen to change it.
         """
-        for axis, row in self._rows().items():
+        for axis, names in self._names.items():
+            row = {name: self._prints[name] for name in names}
             _check_along(axis, row, mesh=self.mesh, step=self.step, edited=edited, outside=outside)
 
     def weights(self) -> str:
@@ -152,54 +124,21 @@ class ReplicaComparison:
 
         It depends on the plan, which says what each rank holds. Collective over all ranks.
         """
-        prints = self._all_prints()
         value = torch.zeros((), dtype=torch.int64)  # on the CPU: some ranks may hold no weight
         if self._weights:
-            value = _weighted(_row(prints[name] for name in self._weights)).cpu()
+            value = _weighted(_row(self._prints[name] for name in self._weights)).cpu()
         value = value * (2 * self.mesh.rank + 1)
         if self.mesh.world_size > 1:
             dist.all_reduce(value)
         return f"{int(value) % 2**64:016x}"
 
-    def held_alike(self) -> dict[str, dict[str, int]]:
-        """This rank's fingerprints, by the ranks that should have equal ones, and by name. From any thread."""
-        return {
-            ",".join(map(str, self.mesh.ranks_along(axis))): dict(
-                zip(row, _row(row.values()).tolist(), strict=True)
-            )
-            for axis, row in self._rows().items()
-        }
-
-    def _rows(self) -> dict[str, dict[str, torch.Tensor]]:
-        prints = self._all_prints()
-        return {axis: {name: prints[name] for name in names} for axis, names in self._names.items()}
-
-    def _all_prints(self) -> dict[str, torch.Tensor]:
-        if self._reading is not None:
-            self._reading.join()
-        if self._error is not None:
-            raise self._error
-        return self._prints
-
-    def _read(self) -> None:
-        try:
-            for name, tensor in self._later.items():
-                self._prints[name] = fingerprint(tensor)
-        except Exception as error:
-            self._error = error
-        self._later.clear()
-
 
 class Comparisons(RunPart):
-    """Compares replicas every so many steps and whenever the run is saved; the next update waits for the result."""
+    """Compares replicas every so many steps and whenever the run is saved."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
         self.compared_step: int | None = None  # after which replicas were last compared
-        self._open: ReplicaComparison | None = None  # which has no result yet
-
-    def before_update(self) -> None:
-        self.end()
 
     def counted(self) -> None:
         if self.run.step % EVERY_STEPS == 0 or self.run.log.speed.steps == 1:
@@ -209,39 +148,18 @@ class Comparisons(RunPart):
         if self.run.takes("compare"):
             self.compare()
 
-    def finished(self) -> None:
-        self.end()
-
     def compare(self) -> None:
-        """Compare what replicas hold, if that has not been done after this step, or begin to. Collective."""
+        """Compare what replicas hold, if that has not been done after this step. Collective."""
         run, stepper = self.run, self.run.stepper
         if self.compared_step == run.step:
             return
-        self.end()
-        stepper.step_sync.drain()
-        self._open = ReplicaComparison(
-            replicated(stepper),
-            mesh=run.mesh,
-            step=run.step,
-            more=partial(state.alike_along, stepper),
-            stays=stepper.is_for_updates,
-        )
         self.compared_step = run.step
-        if not self._open.is_beside:
-            self.end()
-
-    def end(self) -> None:
-        """Return when the comparison that was begun has its result. Collective."""
-        if self._open is not None:
-            comparison, self._open = self._open, None
-            edits = self.run.stepper.edits
-            comparison.finish(edited=edits.names, outside=edits.outside)
-            if self.run.run_dir is not None:
-                self.run.log.journal.note_weights(comparison.step, comparison.weights())
-
-    def held_alike(self) -> Callable[[], dict[str, dict[str, int]]]:
-        """Return what gives the fingerprints of the comparison that has no result yet, on any thread."""
-        return dict if self._open is None else self._open.held_alike
+        stepper.step_sync.drain()
+        more = partial(state.alike_along, stepper)
+        comparison = ReplicaComparison(replicated(stepper), mesh=run.mesh, step=run.step, more=more)
+        comparison.finish(edited=stepper.edits.names, outside=stepper.edits.outside)
+        if run.run_dir is not None:
+            run.log.journal.note_weights(run.step, comparison.weights())
 
 
 def fingerprints(

@@ -127,7 +127,6 @@ class Saves(RunPart):
             document,
             snapshot=not last,
             is_for_updates=run.stepper.is_for_updates,
-            held_alike=dict if self.comparisons is None else self.comparisons.held_alike(),
             before_commit=run.log.journal.sync,
         )
         if last:
@@ -153,8 +152,6 @@ class Saves(RunPart):
 
     def end(self) -> None:
         """Return when what is being saved is committed. Collective."""
-        if self.comparisons is not None:
-            self.comparisons.end()
         if self.writer is not None:
             self.writer.wait()
 
