@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import sys
-import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,11 @@ from paceline.planner.resolve import Resolved
 from paceline.strategies.plan import Plan
 
 if TYPE_CHECKING:
+    from paceline.launch.local.launcher import Launcher
     from paceline.proof.first_update import FirstUpdate
 
 # file in this machine's cache, and how many of the latest checks it keeps
-_DOCUMENT, _REMEMBERED = "checks", 1000
+_DOCUMENT, _REMEMBERED = "first-updates", 1000
 
 
 def first_update(
@@ -70,18 +71,48 @@ def first_update(
         return None
     if (reason := unchecked(resolved, environment)) is not None:
         return FirstUpdate("unchecked", reason)
-    key = key_of(source, resolved) if source is not None else None
-    if key is not None and (remembered := _read().get(key)):
-        return FirstUpdate(remembered["verdict"], remembered["reason"])
+    if source is not None and (update := known(source, resolved)) is not None:
+        return update
     update = check_first_update(job, resolved, timeout_s=timeout_s)
-    if key is not None and update.verdict != "unchecked":
-        _remember(key, update.verdict, update.reason)
+    if source is not None and update.verdict != "unchecked":
+        remember(source, resolved, verdict=update.verdict, reason=update.reason)
     return update
 
 
+def agreed_update(
+    launcher: Launcher, check: Callable[[], FirstUpdate | None]
+) -> FirstUpdate | None:
+    """Return what the first rank's check gives, on all of them. Collective over hosts."""
+    from paceline.proof.first_update import FirstUpdate
+
+    def text() -> str:
+        update = check()
+        return json.dumps(update and update.to_dict())
+
+    document = json.loads(launcher.agree("first update", text))
+    return FirstUpdate(**document) if document else None
+
+
+def known(source: JobFile, resolved: Resolved) -> FirstUpdate | None:
+    """Return the verdict of an earlier check of the same files under the plan; None if there is none."""
+    from paceline.proof.first_update import FirstUpdate
+
+    entry = _read().get(_key(source, resolved))
+    if entry is None or entry["files"] != _digests(map(Path, entry["files"])):
+        return None
+    return FirstUpdate(entry["verdict"], entry["reason"])
+
+
 def remember(source: JobFile, resolved: Resolved, *, verdict: str, reason: str) -> None:
-    """Store a certificate's verdict, so that runs of the same job under the plan need no check."""
-    _remember(key_of(source, resolved), verdict, reason)
+    """Store a verdict, so that runs of the same job or script under the plan need no check.
+
+    This process has loaded the files: the source, and the modules beside it. Data files that it
+    reads are not included.
+    """
+    files = _digests(_files_of(source))
+    entry = {"verdict": verdict, "reason": reason, "files": files}
+    entries = {**_read(), _key(source, resolved): entry}
+    cache.write(_DOCUMENT, "cpu", dict([*entries.items()][-_REMEMBERED:]))
 
 
 def unchecked(resolved: Resolved, environment: Environment | None) -> str | None:
@@ -98,14 +129,10 @@ def unchecked(resolved: Resolved, environment: Environment | None) -> str | None
     return None
 
 
-def key_of(source: JobFile, resolved: Resolved) -> str:
-    """Return a digest of everything that decides what a first update is.
-
-    This is the job's files and settings, the plan, the kinds of its devices, and the versions. The
-    files are the job's own file and the loaded modules beside it; data files that it reads are not
-    included.
+def _key(source: JobFile, resolved: Resolved) -> str:
+    """Return a digest of everything besides files that decides what a first update is: the job's settings,
+    the plan, the kinds of its devices, and the versions.
     """
-    digest = hashlib.sha256()
     identity = {
         "file": str(source.path),
         "function": source.function,
@@ -118,10 +145,17 @@ def key_of(source: JobFile, resolved: Resolved) -> str:
         "numpy": version("numpy"),
         "paceline": _own_files(),
     }
-    digest.update(json.dumps(identity, sort_keys=True, default=str).encode())
-    for path in sorted(_files_of(source)):
-        digest.update(os.fsencode(path) + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:32]
+    text = json.dumps(identity, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _digests(files: Iterable[Path]) -> dict[str, str]:
+    """Return the digest of each file that is there."""
+    digests = {}
+    for file in files:
+        with suppress(OSError):
+            digests[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return digests
 
 
 def _files_of(source: JobFile) -> set[Path]:
@@ -132,10 +166,7 @@ def _files_of(source: JobFile) -> set[Path]:
         for file in loaded
         if file and file.endswith(".py") and Path(file).is_relative_to(folder)
     }
-    return {
-        source.path,
-        *(path for path in beside if "site-packages" not in path.parts and path.exists()),
-    }
+    return {source.path, *(path for path in beside if "site-packages" not in path.parts)}
 
 
 def _own_files() -> str:
@@ -153,9 +184,3 @@ def _own_files() -> str:
 def _read() -> dict[str, Any]:
     document = cache.read(_DOCUMENT, "cpu")
     return document if isinstance(document, dict) else {}
-
-
-def _remember(key: str, verdict: str, reason: str) -> None:
-    verdicts = {**_read(), key: {"verdict": verdict, "reason": reason, "time": time.time()}}
-    latest = sorted(verdicts, key=lambda key: verdicts[key]["time"])[-_REMEMBERED:]
-    cache.write(_DOCUMENT, "cpu", {key: verdicts[key] for key in latest})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -448,10 +447,9 @@ def _checked(
     Inside a launcher rank 0 checks for all.
     """
     from paceline.api import checks
-    from paceline.proof.first_update import FirstUpdate
 
-    def check() -> str:
-        update = checks.first_update(
+    def check() -> FirstUpdate | None:
+        return checks.first_update(
             job,
             source,
             resolved,
@@ -459,10 +457,8 @@ def _checked(
             timeout_s=launcher.timeout_s,
             loader_workers=loader_workers,
         )
-        return json.dumps(update and update.to_dict())
 
-    document = json.loads(launcher.agree("first update", check))
-    update = FirstUpdate(**document) if document else None
+    update = checks.agreed_update(launcher, check)
     if launcher.is_first and update is not None and not update.fails_alike:
         tell_check(update, resolved)
     return update

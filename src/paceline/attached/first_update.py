@@ -7,18 +7,14 @@ can't be run again, and is not checked.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.api.checks import first_update, key_of, unchecked
+from paceline.api.checks import first_update, known, remember, unchecked
 from paceline.attached.functions import some_rows
 from paceline.attached.run import AttachedRun
 from paceline.attached.script import run_script
@@ -32,14 +28,12 @@ from paceline.job.file import JobFile
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.heartbeats import HeartbeatTable
-from paceline.model.cost import cache
 from paceline.model.forward_state import state_kept
 from paceline.planner.resolve import Resolved
 from paceline.proof.first_update import FirstUpdate
 from paceline.strategies.plan import Plan
 from paceline.training.settings import Settings
 
-_DOCUMENT, _REMEMBERED = "script-checks", 1000  # see `api.checks`
 OF_TENSOR = "the script computes its loss itself, and a loop can't be run in parts"
 
 
@@ -71,24 +65,21 @@ def check_script(
         return None
     if (reason := unchecked(resolved, environment)) is not None:
         return FirstUpdate("unchecked", reason)
-    key = key_of(JobFile(path.resolve(), "__main__", {"arguments": list(arguments)}), resolved)
-    known = (cache.read(_DOCUMENT, "cpu") or {}).get(key)
-    if known is not None and known["files"] == _digests(known["files"]):
-        return FirstUpdate(known["verdict"], known["reason"])
+    source = JobFile(path.resolve(), "__main__", {"arguments": list(arguments)})
+    if (update := known(source, resolved)) is not None:
+        return update
 
-    def look() -> Any:
+    def look() -> FirstUpdate:
         redirect(None)
         update = _looked(path, arguments, resolved, timeout_s)
-        return update, _digests(_files_beside(path))
+        if update.verdict != "unchecked" or update.reason == OF_TENSOR:
+            remember(source, resolved, verdict=update.verdict, reason=update.reason)
+        return update
 
     try:
-        update, files = in_a_fork(look)
+        update = in_a_fork(look)
     except RuntimeError as error:  # it was killed, say
         return FirstUpdate("unchecked", f"the script's process before its first loss: {error}")
-    if update.verdict != "unchecked" or update.reason == OF_TENSOR:
-        entry = {"verdict": update.verdict, "reason": update.reason, "files": files}
-        kept = {**(cache.read(_DOCUMENT, "cpu") or {}), key: entry}
-        cache.write(_DOCUMENT, "cpu", dict(list(kept.items())[-_REMEMBERED:]))
     return update
 
 
@@ -159,7 +150,7 @@ def _job_of(run: AttachedRun, function: Callable[[Any], Any], batch: Any) -> Job
         model=job.model,
         compute=partial(_compute, run, function),
         data=range(rows),
-        collate=partial(_batch_of, given, rows),
+        collate=partial(some_rows, given, rows),
         optimizer=job.optimizer,
         batch=rows,
         clip=job.clip,
@@ -176,23 +167,3 @@ def _compute(run: AttachedRun, function: Callable[[Any], Any], model: Any, batch
     run.turn.rows = 1 if first is None else len(first)
     run.device = next(model.parameters()).device
     return function(batch)
-
-
-def _batch_of(batch: Any, rows: int, items: Sequence[int]) -> Any:
-    return some_rows(batch, rows, items)
-
-
-def _files_beside(path: Path) -> list[str]:
-    """Return the script and the modules beside it that it has loaded."""
-    folder = path.resolve().parent
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    beside = {f for f in files if f.endswith(".py") and Path(f).is_relative_to(folder)}
-    return sorted(beside | {str(path.resolve())})
-
-
-def _digests(files: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    digests = {}
-    for file in files:
-        with suppress(OSError):
-            digests[os.fspath(file)] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return digests

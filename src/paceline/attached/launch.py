@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -130,22 +129,20 @@ def _checked(
     launcher: Launcher, path: Path, arguments: Sequence[str], resolved: Resolved
 ) -> FirstUpdate | None:
     """Check the first update before the run, and say what was not. Rank 0 checks for all."""
+    from paceline.api.checks import agreed_update
     from paceline.api.train import tell_check
     from paceline.attached.first_update import OF_TENSOR, check_script
-    from paceline.proof.first_update import FirstUpdate
 
-    def check() -> str:
-        update = check_script(
+    def check() -> FirstUpdate | None:
+        return check_script(
             path,
             arguments,
             resolved,
             environment=launcher.environment,
             timeout_s=launcher.timeout_s,
         )
-        return json.dumps(update and update.to_dict())
 
-    document = json.loads(launcher.agree("first update", check))
-    update = FirstUpdate(**document) if document else None
+    update = agreed_update(launcher, check)
     if launcher.is_first and update is not None:
         tell_check(update, resolved)
         if update.reason == OF_TENSOR:

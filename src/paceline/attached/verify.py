@@ -31,6 +31,7 @@ from paceline.model.randomness import WithoutRandomness
 from paceline.planner.devices import devices_of
 from paceline.planner.resolve import Resolved, resolve
 from paceline.proof.processes import names_of
+from paceline.proof.reference_loop import distance, greatest
 from paceline.runs.documents import metrics_kind, read_lines
 from paceline.runs.folder import METRICS
 from paceline.strategies.compose import load
@@ -286,7 +287,7 @@ class _Limits:
             other = dict(reversed_rows.tensors(step))
             for name, tensor in reference.tensors(step):
                 kind = name.partition("/")[0]
-                self.greatest[kind] = max(self.greatest[kind], _greatest(tensor))
+                self.greatest[kind] = max(self.greatest[kind], greatest([tensor]))
                 self.moved[step, name] = _off(tensor, other.get(name))
         first = [
             off for (step, name), off in self.moved.items() if not step and "gradient/" in name
@@ -389,11 +390,7 @@ def _in_what_is_told(reference: Record, record: Record) -> Iterator[str]:
             return
 
 
-def _greatest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
 def _off(tensor: torch.Tensor, other: torch.Tensor | None) -> float:
     if other is None or other.shape != tensor.shape:
         return math.inf
-    return _greatest(other - tensor)
+    return distance(other, tensor)
