@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from torch.utils.data import Subset
-
 from paceline.api import checks
 from paceline.base import tables
 from paceline.base.errors import (
@@ -31,6 +29,7 @@ from paceline.launch.process.failure import RankFailed
 from paceline.planner.resolve import Resolved, resolve
 from paceline.proof import certificate
 from paceline.proof.compare import Furthest, Verdict, judge
+from paceline.proof.order import few_samples
 from paceline.proof.problems import Problem
 from paceline.proof.processes import (
     RUNS,
@@ -46,7 +45,6 @@ from paceline.proof.reference_loop import BatchCut
 from paceline.runs.folder import writable
 from paceline.strategies.compose import load
 from paceline.strategies.plan import Plan
-from paceline.training.feed import is_stream
 
 # Plans that are tried if none is named: every axis, its stages, their products, uneven numbers,
 # accumulation.
@@ -230,9 +228,8 @@ def verify(
     _check_ranks(chosen, named)
     for plan in chosen:
         load(plan)
-    num_samples, loaded = loaded.num_samples, _shortened(loaded, steps)
-    length = loaded.total_steps
-    assert length is not None
+    num_samples, length = loaded.num_samples, min(steps, loaded.total_steps or steps)
+    loaded = few_samples(replace(loaded, steps=length, epochs=None), length)
     saved_step = (
         max((step for step in range(1, length) if step % 2), default=0) if restore != "no" else 0
     )
@@ -275,24 +272,6 @@ def _check(steps: int, restore: str) -> None:
         raise UsageError(f"steps must be at least 1, got {steps}")
     if restore not in get_args(Resume):
         raise UsageError(f"restore {restore!r}: {nearest(restore, get_args(Resume))}")
-
-
-def _shortened(job: Job, steps: int) -> Job:
-    """Return the job's first steps, on so few of its samples that they include the short last batch
-    of an epoch.
-    """
-    if job.total_steps is not None:
-        steps = min(steps, job.total_steps)
-    job = replace(job, steps=steps, epochs=None)
-    last_batch_samples = (
-        0 if job.num_samples is None or job.drop_last else job.num_samples % job.batch
-    )
-    samples = (min(steps, 3) - 1) * job.batch + last_batch_samples
-    if job.sampler is not None or job.num_samples is None or is_stream(job.data):
-        return job
-    if last_batch_samples and steps > 1 and samples < job.num_samples:
-        return replace(job, data=Subset(job.data, range(samples)))
-    return job
 
 
 def _devices_here(devices: str | None) -> tuple[str, ...] | None:

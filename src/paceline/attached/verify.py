@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from paceline.launch.process.failure import RankFailed
 from paceline.model.randomness import WithoutRandomness
 from paceline.planner.devices import devices_of
 from paceline.planner.resolve import Resolved, resolve
+from paceline.proof.order import few_samples
 from paceline.proof.processes import names_of
 from paceline.proof.reference_loop import distance, greatest
 from paceline.runs.documents import metrics_kind, read_lines
@@ -222,7 +224,7 @@ class _Runs:
                 resolved.plan,
                 self._settings(resolved, run_dir, recorder),
                 precision="float64",
-                change=self._shortened(reverses=reverses),
+                change=partial(self._shortened, reverses=reverses),
                 around=random,
             )
             figures = run_script(session, self.script, self.arguments)
@@ -247,22 +249,10 @@ class _Runs:
             keep=lambda: False,
         )
 
-    def _shortened(self, *, reverses: bool) -> Callable[[Job], Job]:
-        """Return a function that gives a job so few samples that a short last batch is among its steps."""
-
-        def change(job: Job) -> Job:
-            if reverses:
-                job = replace(job, collate=_Reversed(job.collate))
-            rows = job.num_samples
-            if job.sampler is not None or rows is None or job.drop_last:
-                return job
-            last = rows % job.batch
-            few = (min(self.steps, 3) - 1) * job.batch + last
-            if last and self.steps > 1 and few < rows:
-                return replace(job, data=torch.utils.data.Subset(job.data, range(few)))
-            return job
-
-        return change
+    def _shortened(self, job: Job, *, reverses: bool) -> Job:
+        if reverses:
+            job = replace(job, collate=_Reversed(job.collate))
+        return few_samples(job, self.steps)
 
 
 class _Reversed:

@@ -8,12 +8,13 @@ It shares with `job/order.py` and `training/feed.py` only the seeds of keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from paceline.base.streams import drawing, kept_streams, key_to_seed, seed_sample, seed_streams
 from paceline.job import Job
@@ -55,6 +56,19 @@ def _mixed(value: int, key: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
     return value ^ (value >> 31)
+
+
+def few_samples(job: Job, steps: int) -> Job:
+    """Return the job with so few of its samples that its first steps include the short last batch of
+    an epoch.
+    """
+    if job.sampler is not None or job.num_samples is None or job.drop_last or is_stream(job.data):
+        return job
+    last_batch_samples = job.num_samples % job.batch
+    samples = (min(steps, 3) - 1) * job.batch + last_batch_samples
+    if last_batch_samples and steps > 1 and samples < job.num_samples:
+        return replace(job, data=Subset(job.data, range(samples)))
+    return job
 
 
 def windows(job: Job) -> Iterator[tuple[int, list[int], list[int]]]:

@@ -157,21 +157,21 @@ def _compute_problem(job: Job, model: nn.Module, batches: Iterable[MicroBatch]) 
     assert job.compute is not None
     computation = BatchLoss(model, job.compute).eval()
     for batch in (batch for batch in batches if batch.samples > 1):
+
+        def tally(part: range, batch: MicroBatch = batch) -> tuple[float, float]:
+            some = batch if len(part) == batch.samples else part_of_batch(batch, part)
+            return _tally(job, computation, some, batch.samples)
+
         with suppress(*_NOT_CUT):
-            value, third = _loss_of(job, computation, [batch]), max(1, batch.samples // 3)
-            for first in sorted({third, min(batch.samples - 1, third + 1)}):
-                cut = range(first), range(first, batch.samples)
-                mixed = _loss_of(job, computation, [part_of_batch(batch, part) for part in cut])
-                if abs(mixed - value) > EXACT[job.precision] * max(1.0, abs(value)):
-                    return Problem(
-                        "loss",
-                        ("the loss",),
-                        "the job couples the samples of a batch: the loss of compute is "
-                        f"{value:.6g} of {batch.samples} samples at once, and {mixed:.6g} as its parts give it; a "
-                        "comparison of samples, ignored targets or weights do this",
-                        "a scalar is the mean over its samples, anything else (sum, count); a loss that compares "
-                        f"samples needs all of them: let an item of the data hold them; {UNCUT}",
-                    )
+            if words := unlike_its_parts(tally, batch.samples, near=EXACT[job.precision]):
+                return Problem(
+                    "loss",
+                    ("the loss",),
+                    f"the job couples the samples of a batch: the loss of compute is {words}; a "
+                    "comparison of samples, ignored targets or weights do this",
+                    "a scalar is the mean over its samples, anything else (sum, count); a loss that compares "
+                    f"samples needs all of them: let an item of the data hold them; {UNCUT}",
+                )
     return None
 
 
@@ -247,13 +247,17 @@ def _collated_otherwise(batch: MicroBatch, part: MicroBatch, symptom: str) -> Pr
 
 def _loss_of(job: Job, model: nn.Module, pieces: Sequence[MicroBatch]) -> float:
     """Return the loss of all micro-batches, each computed from the model's current state."""
-    total = count = 0.0
-    for piece in map(unspoilt, pieces):
-        with state_kept(model), autocast(job):
-            value = job.criterion(piece.call(model), piece.target)
-        sums = summed(value, piece.samples, sum(each.samples for each in pieces))
-        total, count = total + sums[0], count + sums[1]
-    return total / count
+    whole = sum(piece.samples for piece in pieces)
+    totals, counts = zip(*(_tally(job, model, piece, whole) for piece in pieces), strict=True)
+    return float(sum(totals) / sum(counts))
+
+
+def _tally(job: Job, model: nn.Module, piece: MicroBatch, whole: int) -> tuple[float, float]:
+    """Return the loss of a micro-batch of `whole` samples as a sum and a count."""
+    piece = unspoilt(piece)
+    with state_kept(model), autocast(job):
+        value = job.criterion(piece.call(model), piece.target)
+    return summed(value, piece.samples, whole)
 
 
 def _comparing(job: Job, output: Any, batch: MicroBatch) -> Problem | None:
