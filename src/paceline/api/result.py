@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from paceline.job import Job
 
 
-@dataclass(frozen=True)
 class TrainedModel:
     """The model of one step of a run."""
 
     run: Path
-    job: Job | None = field(repr=False)
-    step: int | None = None  # None for the newest step that is there
+    job: Job | None
+    step: int | None  # None for the newest step that is there
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole weights, in this process's memory, under the names of the model's own
@@ -135,19 +134,24 @@ class TrainedModel:
 class Best(TrainedModel):
     """The best evaluation of a run, and its model if a checkpoint of that step was kept."""
 
-    monitor: str = "validation_loss"  # the figure by which it is the best
-    value: float = float("nan")  # of that figure
-    metrics: dict[str, float] = field(default_factory=dict)  # "validation_loss" and all metrics
+    run: Path
+    job: Job | None = field(repr=False)
+    step: int
+    monitor: str  # the figure by which it is the best
+    value: float  # of that figure
+    metrics: dict[str, float]  # "validation_loss" and all metrics
 
 
 @dataclass(frozen=True)
-class Result(Outcome):
-    """The result of a run. `result["final_loss"]` is an item of `DIR/summary.json`.
+class Result(Outcome, TrainedModel):
+    """The result of a run and its newest model. `result["final_loss"]` is an item of
+    `DIR/summary.json`.
 
     Times are in seconds. Memory is that of the fullest rank, in bytes. Devices are those of the
     first rank's host. A run that did not end only has "plan" and "steps".
     """
 
+    step = None
     job: Job | None = field(default=None, repr=False)  # None if it is not known
 
     @property
@@ -201,26 +205,6 @@ class Result(Outcome):
             if judge.is_better(figures[monitor], None if best is None else best.value):
                 best = Best(self.run, self.job, step, monitor, figures[monitor], figures)
         return best
-
-    @property
-    def trained(self) -> TrainedModel:
-        return TrainedModel(self.run, self.job)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the newest weights; see `TrainedModel.state_dict`."""
-        return self.trained.state_dict()
-
-    def model(self) -> torch.nn.Module:
-        """Return the newest model; see `TrainedModel.model`."""
-        return self.trained.model()
-
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the newest model; see `TrainedModel.save_pretrained`."""
-        return self.trained.save_pretrained(folder)
-
-    def export(self, path: str | Path) -> Path:
-        """Write the newest weights; see `TrainedModel.export`."""
-        return self.trained.export(path)
 
 
 def _evaluations(history: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
