@@ -38,7 +38,7 @@ from paceline.base.errors import (
     on_windows,
     printable,
 )
-from paceline.base.imports import OF_RUNS, load_modules
+from paceline.base.imports import OF_RUNS, exempt_from_collector, load_modules
 from paceline.base.logs import unbroken
 from paceline.base.signatures import Declaration, parameters
 from paceline.job.file import JobFile
@@ -415,7 +415,8 @@ def plan_(
     else:
         job = given["job"]
         command = f"paceline train {os.path.relpath(job.path)}:{job.function}"
-    answer = paceline.plan(**given)
+    with exempt_from_collector():  # a second of a core, and this process ends soon
+        answer = paceline.plan(**given)
     if html is not None:
         _say(f"page {answer.write_html(html, command=command)}", err=True)
     return Output(answer.to_dict(), answer.describe, answer.chosen is not None)

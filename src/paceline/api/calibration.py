@@ -5,6 +5,7 @@ results.
 from __future__ import annotations
 
 import contextlib
+import gc
 import shutil
 import sys
 import time
@@ -408,6 +409,7 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
     )
 
     def body(context: RankContext) -> Any:
+        gc.enable()  # as in a run: plans are tried while this process plans without the collector
         turns = AlternatingSteps() if in_turns else None
         _be_silent()
         figures = train_rank(context, short, plan, replace(settings, observer=turns))

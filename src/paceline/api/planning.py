@@ -5,7 +5,6 @@ lose.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from paceline.api.calibration import TRY_S, try_best
@@ -94,8 +93,7 @@ def plan(
     named = cluster if isinstance(cluster, str) else f"{len(target.devices)} devices"
 
     def answer() -> Answer:
-        # Ranks are only started on devices of this machine, and would go on without the collector.
-        with without_collector() if target.nodes else nullcontext():
+        with without_collector():
             return _answer(
                 planned,
                 target,
