@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+USUAL_LOOP = "paceline.training.loop"  # the module that runs a plan whose strategies bring none
+
 
 class ActivePlan:
     """A plan whose strategies are known.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.graph_check import is_comparable
-from paceline.strategies.active_plan import ActivePlan
+from paceline.strategies.active_plan import USUAL_LOOP, ActivePlan
 from paceline.strategies.layout import CutBasis, Layout, ModelUse, Whole
 from paceline.strategies.plan import Plan
 from paceline.strategies.step_sync import StepSync, SyncEveryStep
@@ -73,8 +73,9 @@ class Runner(Protocol):
 def load(plan: Plan) -> None:
     """Import the modules that the ranks of a plan need, so that forks of this process share
     them."""
-    names = [*OF_OPTIMIZERS]
-    for strategy in ActivePlan(plan).strategies:
+    active = ActivePlan(plan)
+    names = [*OF_OPTIMIZERS, active.trainer or USUAL_LOOP]
+    for strategy in active.strategies:
         names += filter(None, (strategy.run, *strategy.imports))
     names += ("paceline.strategies.stages.build", *OF_CAPTURING) if plan.splits_model else ()
     for name in names:

@@ -10,12 +10,10 @@ from typing import Any
 from paceline.job import Job
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
-from paceline.strategies.active_plan import ActivePlan
+from paceline.strategies.active_plan import USUAL_LOOP, ActivePlan
 from paceline.strategies.plan import Plan
 from paceline.training.determinism import repeatable
 from paceline.training.settings import Settings
-
-_LOOP = "paceline.training.loop"
 
 
 def fault_policy(plan: Plan) -> FaultPolicy:
@@ -34,7 +32,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
     from paceline.training.blame import note_columns
     from paceline.training.products import float32_products
 
-    train = importlib.import_module(ActivePlan(plan).trainer or _LOOP).train_rank
+    train = importlib.import_module(ActivePlan(plan).trainer or USUAL_LOOP).train_rank
     with repeatable(plan), float32_products(job, context):
         try:
             return train(context, job, plan, settings)
