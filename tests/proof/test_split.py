@@ -21,7 +21,7 @@ from paceline.base.errors import PacelineError, PlanError
 from paceline.cluster.devices import Device
 from paceline.model.graph import Capture, capture
 from paceline.strategies.mesh import Mesh, local_part
-from paceline.strategies.stages.assignment import assigned
+from paceline.strategies.stages.assignment import assigned, piece_needs
 from paceline.strategies.stages.engine import Engine
 from paceline.strategies.stages.layout import Stages
 from paceline.training import rank_state
@@ -329,10 +329,9 @@ def captured() -> tuple[nn.Module, Capture]:
 def refuse(model: nn.Module, graph: Capture, plan: str, words: str) -> None:
     """What a rank says of a model that was captured before it holds any part of it."""
     split_plan = paceline.Plan.parse(plan).with_(microbatches=2)
+    needs = piece_needs(model, graph, state_factor=0.0)
     with pytest.raises(PlanError) as refused:
-        assigned(
-            model, graph, split_plan, samples=4, state_factor=0.0, devices=(), precision="float64"
-        )
+        assigned(model, graph, split_plan, needs=needs, samples=4, devices=(), precision="float64")
     assert words in str(refused.value)
 
 

@@ -68,7 +68,7 @@ def _cut(job: Job, plan: Plan) -> None:
     from paceline.base.logs import redirect
     from paceline.model.cost import profile_job
     from paceline.model.cost.trace import fake_model
-    from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
+    from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned, piece_needs
     from paceline.strategies.stages.price import SplitJob
 
     redirect(None)
@@ -90,8 +90,8 @@ def _cut(job: Job, plan: Plan) -> None:
         split.model,
         split.example,
         plan,
+        needs=piece_needs(split.model, split.example, state_factor=0.0),
         samples=EXAMPLE_SAMPLES,
-        state_factor=0.0,
         devices=(),
         precision=job.precision,
     )

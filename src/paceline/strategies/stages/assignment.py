@@ -6,7 +6,7 @@ The planner and the ranks of a run compute the same assignment.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -42,8 +42,8 @@ def assigned(
     capture: Capture,
     plan: Plan,
     *,
+    needs: Mapping[str, PieceMemory],
     samples: int,
-    state_factor: float,
     devices: Sequence[Device],
     precision: Precision,
 ) -> Assignment:
@@ -51,8 +51,8 @@ def assigned(
 
     Args:
         capture: The capture with EXAMPLE_SAMPLES samples.
+        needs: What each piece needs for one sample; see `piece_needs`.
         samples: The samples of the largest micro-batch.
-        state_factor: Bytes of optimizer state per byte of trainable parameters.
         devices: The device of each rank. Without devices, all ranks count as ordinary, equally fast
             CPUs with unlimited memory.
         precision: The precision of the job. It changes how fast a device computes, and not how fast
@@ -62,7 +62,9 @@ def assigned(
         PlanError: the model has fewer pieces than the plan has stages, or a part doesn't fit into
             its device.
     """
-    needs = piece_needs(model, capture, samples=samples, state_factor=state_factor)
+    needs = {
+        key: replace(need, activations=need.activations * samples) for key, need in needs.items()
+    }
     places = weakest(plan, devices)
     holders = plan.axes.tensor * plan.axes.shard  # ranks that together hold a stage's weights
     memory_bytes = [
@@ -158,12 +160,15 @@ def _part_of(
 
 
 def piece_needs(
-    model: nn.Module, capture: Capture, *, samples: int, state_factor: float
+    model: nn.Module, capture: Capture, *, state_factor: float
 ) -> dict[str, PieceMemory]:
-    """Return the memory that each piece needs in training, by key.
+    """Return the memory that each piece needs in training with one sample in flight, by key.
 
-    A tied parameter counts in each piece that uses it. samples: the number of samples whose
-    activations are in flight.
+    A tied parameter counts in each piece that uses it. Each piece runs on fake tensors.
+
+    Args:
+        capture: The capture with EXAMPLE_SAMPLES samples.
+        state_factor: Bytes of optimizer state per byte of trainable parameters.
     """
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -175,9 +180,7 @@ def piece_needs(
             for name in dict.fromkeys(piece.parameters)
             if parameters[name].requires_grad
         )
-        activation_bytes = (
-            kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES * samples
-        )
+        activation_bytes = kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES
         needs[piece.key] = PieceMemory(
             weight_bytes, trained_bytes, state_factor * trained_bytes, activation_bytes
         )

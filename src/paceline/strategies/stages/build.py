@@ -24,7 +24,7 @@ from paceline.model.opaque import OpaqueModules
 from paceline.model.units import refuse_scripted
 from paceline.strategies.compile.run import refuse_compiled
 from paceline.strategies.layout import Batch, CutBasis, ModelUse
-from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned
+from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned, piece_needs
 from paceline.strategies.stages.layout import (
     CapturedModel,
     Stages,
@@ -73,8 +73,8 @@ def lay_out(
         model,
         captured.example,
         plan,
+        needs=piece_needs(model, captured.example, state_factor=basis.state_factor()),
         samples=basis.microbatch_samples,
-        state_factor=basis.state_factor(),
         devices=basis.devices,
         precision=basis.precision,
     )

@@ -32,11 +32,17 @@ from paceline.model.graph import Capture, Piece, capture, capture_or_learn
 from paceline.model.graph_cost import INSIDE_OF_OPAQUE
 from paceline.model.opaque import OpaqueModules
 from paceline.strategies.plan import Plan
-from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, Assignment, assigned
+from paceline.strategies.stages.assignment import (
+    EXAMPLE_SAMPLES,
+    Assignment,
+    assigned,
+    piece_needs,
+)
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 from paceline.strategies.stages.engine import Staged, cut
 from paceline.strategies.stages.keys import splits_backward
 from paceline.strategies.stages.layout import first_names, kept_whole, renamed
+from paceline.strategies.stages.ledger import PieceMemory
 from paceline.strategies.stages.repeats import RepeatedBlocks
 from paceline.strategies.tensor.piece import CutRules
 from paceline.strategies.tensor.published import published
@@ -119,6 +125,11 @@ class SplitJob:
         """Bytes of optimizer state per byte of trainable parameters."""
         return state_factor(self.job, self.model)
 
+    @cached_property
+    def needs(self) -> Mapping[str, PieceMemory]:
+        """What each piece needs for one sample; see `piece_needs`."""
+        return piece_needs(self.model, self.example, state_factor=self.state_factor)
+
     def ranks(
         self, plan: Plan, devices: Sequence[Device], *, microbatch_samples: int
     ) -> list[RankCost]:
@@ -132,8 +143,8 @@ class SplitJob:
             self.model,
             self.example,
             plan,
+            needs=self.needs,
             samples=microbatch_samples,
-            state_factor=self.state_factor,
             devices=devices,
             precision=self.job.precision,
         )
