@@ -45,7 +45,7 @@ from paceline.model.opaque import (
 from paceline.model.reads import Reads, attributes_read
 from paceline.torch_private import pytree
 from paceline.torch_private.dispatch import HigherOrderOperator, written
-from paceline.torch_private.inductor import LazyGraphModule
+from paceline.torch_private.inductor import LazyGraphModule, lazy_graphs
 from paceline.torch_private.storage import storage_key
 
 aten = torch.ops.aten
@@ -264,6 +264,7 @@ def _captured(
     try:
         with (
             _quiet(),
+            lazy_graphs(),  # export changes its graphs a dozen times: a quarter of its time
             without_cache(model),
             functions_kept(),
             attributes_read() as attributes,

@@ -3,18 +3,27 @@
 Private names: `torch._inductor` with `config`, `compile_fx.compile_fx`,
 `cpp_builder.get_cpp_compiler`, `exc.InvalidCxxCompiler`, `runtime.cache_dir_utils.cache_dir` and
 `decomposition.select_decomp_table`; `torch._functorch.config`;
-`torch.fx._lazy_graph_module._LazyGraphModule`. Tested with torch 2.11 and 2.13.
+`torch.fx._lazy_graph_module` with `_LazyGraphModule` and `_use_lazy_graph_module`. Tested with
+torch 2.11 and 2.13.
 
 `torch.compile(backend="inductor")` is the public way to `compile_fx`, without decompositions. A
-plain `torch.fx.GraphModule` can stand for a lazy one, and makes its code whether it runs or not.
+plain `torch.fx.GraphModule` can stand for a lazy one, and makes its code whether it runs or not; so
+`lazy_graphs` may do nothing.
 """
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+
+def lazy_graphs() -> AbstractContextManager[None]:
+    """Let torch make a graph's code when the graph first runs, not after each change of it."""
+    return _use_lazy_graph_module(True)
 
 
 def compile_graph(
