@@ -170,11 +170,7 @@ def _rank_times(context: RankContext) -> tuple[Any, ...]:
     n, small = context.world_size, torch.zeros(SMALL_NUMBERS)
     everyone: Any = dist.group.WORLD
     over_gloo = dist.new_group(backend="gloo")
-    began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-    _each_s(SMALL, lambda: None, MANY_PRODUCTS)
-    share = torch.tensor((time.thread_time() - began_cpu_s) / (time.perf_counter() - began_s))
-    dist.all_reduce(share, dist.ReduceOp.MIN)
-    is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
+    products = _Products()
 
     def by_messages(whole: torch.Tensor) -> None:
         for work in [
@@ -186,16 +182,20 @@ def _rank_times(context: RankContext) -> tuple[Any, ...]:
     def in_memory(whole: torch.Tensor) -> None:
         all_gather(whole, whole.chunk(n)[context.rank])
 
-    wait_s, late_s = _waits_s(lambda: dist.all_reduce(small, group=over_gloo))
+    wait_s, late_s = _waits_s(lambda: dist.all_reduce(small, group=over_gloo), products)
     wait_s = max(0.0, wait_s - 2 * (n - 1) * LOOPBACK.latency_s)
     memory: tuple[float | None, ...] = (None, 0.0, 0.0)
     if shares_memory(everyone):
         memory = (
-            *_waits_s(lambda: dist.all_reduce(small)),
+            *_waits_s(lambda: dist.all_reduce(small), products),
             _gathered_bytes_per_s(in_memory, everyone),
         )
+    bytes_per_s = _gathered_bytes_per_s(by_messages, over_gloo)
+    share = torch.tensor(products.share)
+    dist.all_reduce(share, dist.ReduceOp.MIN)
+    is_quiet = float(share) >= QUIET_SHARE * min(1.0, usable_cores() / n)
     return (
-        _gathered_bytes_per_s(by_messages, over_gloo),
+        bytes_per_s,
         LOOPBACK.latency_s,
         wait_s,
         late_s,
@@ -204,28 +204,49 @@ def _rank_times(context: RankContext) -> tuple[Any, ...]:
     )
 
 
-def _each_s(times: int, collective: Callable[[], object], products: int) -> float:
-    """Return the mean seconds of a collective that follows matrix products; the slowest runs are
-    left out."""
-    import torch
+class _Products:
+    """Computes matrix products, and notes how much of a core's time this rank got for them."""
 
-    matrix = torch.ones(BUSY_SIDE, BUSY_SIDE)
+    def __init__(self) -> None:
+        import torch
+
+        self.matrix = torch.ones(BUSY_SIDE, BUSY_SIDE)
+        self.cpu_s = self.wall_s = 0.0
+
+    def __call__(self, count: int) -> None:
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        for _ in range(count):
+            self.matrix @ self.matrix
+        self.cpu_s += time.thread_time() - began_cpu_s
+        self.wall_s += time.perf_counter() - began_s
+
+    @property
+    def share(self) -> float:
+        return self.cpu_s / self.wall_s
+
+
+def _each_s(
+    times: int, collective: Callable[[], object], before: Callable[[], object] = lambda: None
+) -> float:
+    """Return the mean seconds of a collective that follows other work; the slowest runs are left
+    out."""
     collective()
     seconds = []
     for _ in range(times):
-        for _ in range(products):
-            matrix @ matrix
+        before()
         began_s = time.perf_counter()
         collective()
         seconds.append(time.perf_counter() - began_s)
     return statistics.mean(sorted(seconds)[: math.ceil((1 - SLOWEST) * times)])
 
 
-def _waits_s(collective: Callable[[], object]) -> tuple[float, float]:
+def _waits_s(
+    collective: Callable[[], object], products: Callable[[int], None]
+) -> tuple[float, float]:
     """Return the seconds of a collective that follows little work, and what is added after much."""
     few_s, many_s = (
-        min(_each_s(SMALL, collective, products) for _ in range(ROUNDS))
-        for products in (FEW_PRODUCTS, MANY_PRODUCTS)
+        min(_each_s(SMALL, collective, partial(products, count)) for _ in range(ROUNDS))
+        for count in (FEW_PRODUCTS, MANY_PRODUCTS)
     )
     return few_s, max(0.0, many_s - few_s)
 
@@ -239,7 +260,7 @@ def _gathered_bytes_per_s(gather: Callable[[torch.Tensor], object], group: Any) 
 
     n = group.size()
     large_s, tiny_s = (
-        min(_each_s(LARGE, partial(gather, whole), 0) for _ in range(ROUNDS))
+        min(_each_s(LARGE, partial(gather, whole)) for _ in range(ROUNDS))
         for whole in (allocate(size, group) for size in (LARGE_BYTES // n * n, n))
     )
     moving_s = max(0.0, large_s - tiny_s)
