@@ -33,8 +33,8 @@ from paceline.strategies.stages.cost import (
     forward_course,
     input_gradients,
 )
-from paceline.strategies.stages.layer_cut import ranks
-from paceline.strategies.stages.schedule import ActionKind, kinds_of
+from paceline.strategies.stages.layer_cut import orders_of, ranks
+from paceline.strategies.stages.schedule import ActionKind, in_flight, kinds_of
 from paceline.strategies.stages.timing import (
     FIRST,
     LAST,
@@ -318,7 +318,7 @@ def play_pipeline(
             "communication": max(0.0, exposed_s),
             "bubble": max(0.0, step_s - busy_s - ending.busy_s - exposed_s),
         }
-        peak_bytes, ledger = _peak(cost, place)
+        peak_bytes, ledger = _peak(_held(cost, number, plan), place)
         timeline = Timeline(step_s, breakdown, peak_bytes, ledger, ledger)
         played[id(place)] = Played.of(f"stage {number}", place.device, plan, timeline, software)
     return list(played.values())
@@ -389,6 +389,18 @@ def _memory(cost: RankCost, place: _Place) -> Iterator[tuple[float, _Block]]:
         yield held_bytes, block
         held_bytes += block.kept_bytes
     yield held_bytes, place.ending()
+
+
+def _held(cost: RankCost, number: int, plan: Plan) -> RankCost:
+    """The cost of a rank's whole order where its schedule holds every micro-batch, so that fewer of them hold less."""
+    num_forwards = sum(action.kind == "F" for action in cost.order)
+    if in_flight(cost.order) < num_forwards:
+        return cost
+    schedule = plan.schedule
+    orders = orders_of(
+        schedule.schedule, plan.num_stage_ranks, plan.num_microbatches, schedule.virtual
+    )
+    return replace(cost, order=orders[number])
 
 
 def _peak(cost: RankCost, place: _Place) -> tuple[int, dict[str, int]]:

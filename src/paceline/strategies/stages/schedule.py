@@ -193,7 +193,7 @@ _NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {
 }
 
 
-def in_flight(order: list[Action]) -> int:
+def in_flight(order: Sequence[Action]) -> int:
     """Return the largest number of forwards whose activations a rank holds at one time."""
     current = most = 0
     for action in order:
