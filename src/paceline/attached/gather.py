@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.base.errors import PeerLost, TrainingError
+from paceline.base.errors import RanksDisagree, TrainingError
 
 
 class SumsOfRows:
@@ -31,9 +31,7 @@ class SumsOfRows:
             self._group = dist.new_group(self._ranks, use_local_synchronization=True)
         try:
             dist.all_reduce(tensor, group=self._group)
-        except PeerLost as error:
-            if not getattr(error, "is_mismatch", False):
-                raise
+        except RanksDisagree as error:
             raise TrainingError(
                 f"ranks gather different tensors: {error}",
                 hint="run.gather is called on all ranks, in one order, and rows have one shape on all of them: "

@@ -155,6 +155,10 @@ class DriftError(TrainingError):
     """
 
 
+class RanksDisagree(TrainingError):
+    """Ranks exchange different tensors, or are in different places of a step."""
+
+
 class CheckpointError(PacelineError):
     """A checkpoint can't be written, or no checkpoint can be read."""
 

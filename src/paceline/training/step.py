@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.base.errors import TrainingError
+from paceline.base.errors import RanksDisagree
 from paceline.strategies.step_sync import StepFigures
 from paceline.torch_private.autograd import version_of
 from paceline.training.clipping import squared_norm
@@ -214,13 +214,11 @@ class TrainingStep:
         """Take what ranks logged from the end of a last message. Collective if there are new names.
 
         Raises:
-            TrainingError: some ranks sent a last message, and others not: they called different verbs
+            RanksDisagree: some ranks sent a last message, and others not: they called different verbs
                 of the job's own step.
         """
         if figures.ends not in (0.0, self.state.step_sync.world_size):
-            error = TrainingError("ranks are in different places of the step", heard=True)
-            error.is_mismatch = True  # type: ignore[attr-defined]
-            raise error
+            raise RanksDisagree("ranks are in different places of the step", heard=True)
         if figures.ends:
             self.logged.take(figures)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.base.errors import PeerLost, TrainingError
+from paceline.base.errors import PeerLost, RanksDisagree
 from paceline.launch.collectives import barrier, group, memory
 from paceline.launch.collectives.barrier import AWAKE_S, SMALL_BYTES
 from paceline.launch.collectives.group import all_gather, allocate, reduce_scatter, shares_memory
@@ -288,7 +288,7 @@ def test_ranks_that_come_with_different_tensors_are_told(
     """gloo ends such ranks too; nobody goes on with what belongs elsewhere."""
 
     def body(context: Any) -> str:
-        with pytest.raises(TrainingError) as caught:
+        with pytest.raises(RanksDisagree) as caught:
             dist.all_reduce(torch.ones(1 + context.rank))
         return str(caught.value.args[0])
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.base.errors import TrainingError
+from paceline.base.errors import RanksDisagree, TrainingError
 from paceline.base.waiting import waiting
 from paceline.cluster.limits import usable_cores
 from paceline.launch.collectives.barrier import (
@@ -84,8 +84,8 @@ for _name in ("allreduce_", "allgather_", "reduce_scatter_"):
 class SharedMemoryGroup(_ProcessGroup):
     """A process group of CPU ranks; see the module. Making one is collective.
 
-    Collectives raise PeerLost if a rank's process ended before it called them, or if it called
-    another one. Sums are added in the order of ranks, so that all ranks get the same bits.
+    Collectives raise PeerLost if a rank's process ended before it called them, and RanksDisagree if
+    it called another one. Sums are added in the order of ranks, so that all ranks get the same bits.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -500,13 +500,11 @@ class _Exchange:
         labels = {slot[:_LABEL_BYTES] for slot in slots}
         if len(labels) > 1:
             listed = ", ".join(sorted(label.decode().strip() for label in labels))
-            error = TrainingError(
+            raise RanksDisagree(
                 f"ranks exchange different tensors: {listed}",
                 hint="the job's code depends on the rank, its samples or its host: all ranks must take the same path",
                 heard=True,  # the other rank's own error may say more
             )
-            error.is_mismatch = True  # type: ignore[attr-defined]
-            raise error
         return [_Place(*_PLACE.unpack(slot[_LABEL_BYTES:])) for slot in slots]
 
     def _view(self, rank: int, start: int, count: int, dtype: torch.dtype) -> Tensor:

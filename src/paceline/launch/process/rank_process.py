@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from paceline.base.errors import RanksDisagree
 from paceline.base.logs import own_log, set_up_logging
 from paceline.base.long_work import long_work
 from paceline.cluster.cluster import threads_of_a_rank
@@ -99,7 +100,7 @@ def run_body(
     except BaseException as error:
         failure = peer_loss(context, error)
         # After a restart the table also has the verbs of the step's first try, so it is asked in this case alone.
-        if getattr(error, "is_mismatch", False):
+        if isinstance(error, RanksDisagree):
             failure = explained(failure, context)
         _write_trace(error, log)
         return None, failure

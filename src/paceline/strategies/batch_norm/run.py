@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.base.errors import PeerLost, TrainingError
+from paceline.base.errors import RanksDisagree, TrainingError
 from paceline.strategies.layout import Statistics
 from paceline.torch_private.dispatch import forget_kernels
 from paceline.torch_private.fake_tensors import is_fake
@@ -101,9 +101,7 @@ class JoinedStatistics(Statistics):
             sums[:-1] = 0
         try:
             dist.all_reduce(sums, group=self._group)
-        except PeerLost as error:
-            if not getattr(error, "is_mismatch", False):
-                raise
+        except RanksDisagree as error:
             raise _other_course() from error
         if self._compares and float(sums[-1]) != float(figures[-1]) * len(self._replicas):
             raise _other_course()
