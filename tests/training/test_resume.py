@@ -266,7 +266,9 @@ def steps_of(record: Path, plan: str, *, first: int = 0, last: int = STEPS) -> l
     return steps
 
 
-@pytest.mark.parametrize("plan", ["single", "servers=1 workers=2"])
+@pytest.mark.parametrize(
+    "plan", ["single", "servers=1 workers=2", "servers=1 workers=2 staleness=2"]
+)
 def test_a_run_that_has_no_step_left_is_resumed(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from paceline.servers.meetings import Meetings, clip_factor
 from paceline.servers.membership import MembershipLog
 from paceline.servers.peers import Peers
 from paceline.servers.reception import Reception
-from paceline.servers.roles import RankTask
+from paceline.servers.roles import RankTask, rank_of_worker
 from paceline.servers.server import Server
 from paceline.servers.update_log import UpdateLog
 from paceline.servers.wire import Connection, Peer, Role
@@ -155,8 +155,20 @@ class Coordinator(Server):
 
     @property
     def _is_complete(self) -> bool:
-        """Whether all workers are here that the run needs: else it could end before one of them has come."""
-        return self.turns.is_stale or len(self.peers.workers) == self.sync.workers
+        """Whether all workers are here that the run needs: else it could end before one of them has come.
+
+        Under staleness the end alone waits, for each worker whose process is here and has yet to come.
+        """
+        if not self.turns.is_stale:
+            return len(self.peers.workers) == self.sync.workers
+        if self.run.step < self.total_steps:
+            return True
+        came, board = {peer.number for peer in self.peers.joined}, self.context.board
+        to_come = (rank_of_worker(self.plan, n) for n in range(self.sync.workers) if n not in came)
+        return not any(
+            rank < board.num_ranks and board.process(rank) and rank not in board.dead
+            for rank in to_come
+        )
 
     def tell(self, message: dict[str, Any]) -> None:
         self.inbox.put((Peer(Role.SERVER, self.number, 0), message))
