@@ -164,11 +164,10 @@ class Coordinator(Server):
         if self.run.step < self.total_steps:
             return True
         came, board = {peer.number for peer in self.peers.joined}, self.context.board
-        to_come = (rank_of_worker(self.plan, n) for n in range(self.sync.workers) if n not in came)
-        return not any(
-            rank < board.num_ranks and board.process(rank) and rank not in board.dead
-            for rank in to_come
-        )
+        to_come = {rank_of_worker(self.plan, n) for n in range(self.sync.workers) if n not in came}
+        # The pool's table has the ranks of several trials, by other numbers than their own.
+        is_of_this_run = board.num_ranks == self.context.world_size
+        return not is_of_this_run or not any(map(board.process, to_come.difference(board.dead)))
 
     def tell(self, message: dict[str, Any]) -> None:
         self.inbox.put((Peer(Role.SERVER, self.number, 0), message))
