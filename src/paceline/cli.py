@@ -55,7 +55,7 @@ GROUPS = {
     "Choice of a plan": "relaxed price_per_hour mtbf_hours scale calibrate_s other_plans",
     "Search": "trials objective limits vary sampler pruner storage study",
     "Files": "run resume save_every keep output plot html write",
-    "Checks and failures": "check restore fail_if timeout_s restarts spares on_spike between_hosts",
+    "Checks and failures": "check restore fail_if timeout_s restarts on_spike between_hosts",
     "Faults": " ".join(KINDS),
     "Random numbers": "random seed",
     "Output": "log trace json_",

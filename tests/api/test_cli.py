@@ -152,8 +152,6 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
         "3",
         "--on-spike",
         "skip",
-        "--spares",
-        "1",
         "--check",
         "no",
     )
@@ -180,7 +178,6 @@ def test_train_hands_every_option_on(verb: Any, job_file: str):
         "timeout_s": 60.0,
         "restarts": 4,
         "on_spike": "skip",
-        "spares": 1,
         "check": False,
         "log": ["tensorboard"],
         "table": False,

@@ -324,7 +324,7 @@ def test_failures_are_reckoned_with(answer: Answer):
         "\n    ", " "
     )
     ways = failures["survival"]
-    assert list(ways) == ["copies", "checkpoint", "spare", "resume"]
+    assert list(ways) == ["copies", "checkpoint", "resume"]
     assert ways["copies"]["goodput"] > 0.99 and ways["checkpoint"]["goodput"] > failures["goodput"]
     assert ways["resume"]["goodput"] == failures["goodput"]
     on_two = paceline.plan(_job(), "2x1xH100", mtbf_hours=1000.0).to_dict()["failures"]

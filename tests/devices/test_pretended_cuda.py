@@ -492,6 +492,12 @@ def _reads(trained: Trained) -> list[list[int]]:
     return [[step["reads"] for step in rank["steps"]] for rank in trained.measured]
 
 
+def test_a_gpu_that_fails_ends_the_run_with_what_to_do(shop: Workshop):
+    answer = shop.ask("fails on one GPU", "data=2", "cuda:0-1")
+    assert "rank 1" in answer["error"] and "its GPU failed: RuntimeError" in answer["error"]
+    assert "--resume --devices NAMES goes on from the last checkpoint" in answer["error"]
+
+
 def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
     shop.train("blocks", "shard=2", "cuda:0-1", run=tmp_path / "run", steps=2)
     trained = shop.train("blocks", "data=2", "cuda:2-3", run=tmp_path / "run", resume=True)

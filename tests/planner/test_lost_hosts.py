@@ -123,11 +123,9 @@ def test_spares_are_worth_their_time_where_others_are_slow_without_a_host(proble
     ("plan", "cluster", "refused", "why"),
     [
         ("pipeline=2 data=4 microbatches=2", "8x1xH100", {"fewer"}, "4 pieces and 7 stages"),
-        ("pipeline=2 data=4 microbatches=2", "1x8xH100", {"spare"}, "4 pieces and 7 stages"),
         ("data=16", "2x8xH100", {"fewer", "spare"}, "of two hosts"),
         ("data=12", "2x8xH100", {"copies", "fewer", "spare"}, "as many ranks on each host"),
         ("servers=1 workers=31", "4x8xH100", {"copies", "fewer", "spare"}, "no copies of servers"),
-        ("single", "1x1xH100", {"spare"}, "the host has one GPU"),
     ],
 )
 def test_ways_that_do_not_exist(
@@ -219,16 +217,12 @@ def test_copies_go_to_neighbours_where_one_host_alone_holds_a_part(problem: Plan
     assert sent_s > 0 and interval_s == pytest.approx(max(0.5, sent_s / TIME_SHARE))
 
 
-def test_a_gpu_may_wait_on_one_host(problem: PlanningProblem):
-    """It is repaired when the run has ended; until then one more failure is survived."""
-    ways = priced(problem, "data=8", "1x8xH100", repair_hours=100.0).to_dict()["survival"]
-    assert ways["spare"]["plans"] == ["data=7"] and ways["spare"]["options"] == "--spares 1"
-    assert (
-        ways["spare"]["goodput"]
-        < priced(problem, "data=8", "1x8xH100").to_dict()["survival"]["spare"]["goodput"]
-    )
-    idle = priced(problem, "data=7", "1x8xH100").to_dict()["survival"]["spare"]
-    assert idle["plans"] == ["data=7"]  # the eighth GPU has no rank anyway
+def test_gpus_of_one_host_go_on_or_the_run_is_resumed(problem: PlanningProblem):
+    """A GPU that fails ends the run, and its process can't replace it: the last way says so."""
+    gpus = priced(problem, "data=8", "1x8xH100")
+    assert [way.name for way in gpus.survivals] == ["copies", "checkpoint", "resume"]
+    assert not gpus.refused and "a GPU or the host is lost" in gpus.resumed.words
+    assert "(--restarts 0, or the host is lost)" in priced(problem, "data=2", "2xcpu").resumed.words
 
 
 @pytest.mark.parametrize("name", ["mtbf_hours", "repair_hours", "checkpoint_bytes_per_s"])

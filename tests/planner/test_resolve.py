@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from paceline.base.errors import PacelineError, PlanError
+from paceline.base.errors import PlanError
 from paceline.cluster import cluster
 from paceline.cluster.accelerators import FreeMemory
 from paceline.cluster.cluster import names_of
@@ -16,7 +16,7 @@ from paceline.job import Job
 from paceline.launch.hosts.environment import Environment
 from paceline.planner.devices import devices_of
 from paceline.planner.fit import _as_many
-from paceline.planner.resolve import Resolved, resolve, set_aside
+from paceline.planner.resolve import Resolved, resolve
 from paceline.strategies.plan import Plan
 
 JOB = Job(
@@ -126,36 +126,3 @@ def test_other_plans_are_for_gpus_alone():
     """Where a plan with servers doesn't fit, the others are not given its servers' CPUs."""
     resized = _as_many(settled("servers=2 workers=2").cluster, Plan.parse("shard=4"))
     assert names_of(resized.devices) == "cuda:0,cuda:1,cuda:2,cuda:3"
-
-
-@pytest.mark.parametrize(
-    ("spares", "plan", "devices", "procs", "ranks", "kept"),
-    [
-        (1, "data=2", None, None, "cuda:0,cuda:1", "cuda:2"),
-        (2, None, None, 3, "cuda:0,cuda:1,cuda:2", "cuda:3,cuda:4"),
-        (3, "auto", None, None, "cuda:0,cuda:1,cuda:2,cuda:3,cuda:4", "cuda:5,cuda:6,cuda:7"),
-        (1, "data=2", "cuda:5-7", None, "cuda:5,cuda:6", "cuda:7"),
-        (1, "servers=2 workers=2", None, None, "cuda:0,cuda:1", "cuda:2"),
-    ],
-)
-def test_spares_are_the_gpus_after_those_with_ranks(
-    spares: int, plan: str | None, devices: str | None, procs: int | None, ranks: str, kept: str
-):
-    names, left = set_aside(spares, plan, devices=devices, procs=procs, environment=None)
-    assert (names, names_of(left)) == (ranks, kept)
-
-
-@pytest.mark.parametrize(
-    ("spares", "devices", "environment", "message"),
-    [
-        (1, "cpu:0-2", None, "ranks compute on CPUs here"),
-        (7, None, None, "needs 9 GPUs, and there are 8"),
-        (3, "cuda:0-2", None, "needs 4 GPUs, and there are 3"),
-        (1, None, Environment("torchrun", 0, 2, 0, 2, "here", 1), "torchrun started this rank"),
-    ],
-)
-def test_spares_that_can_not_be_are_refused(
-    spares: int, devices: str | None, environment: Environment | None, message: str
-):
-    with pytest.raises(PacelineError, match=message):
-        set_aside(spares, "data=2", devices=devices, procs=None, environment=environment)

@@ -1,4 +1,4 @@
-"""Hosts and GPUs that are lost and repaired: formulas beside a simulation that plays each of them."""
+"""Hosts that are lost and repaired: formulas beside a simulation that plays each of them."""
 
 from __future__ import annotations
 
@@ -49,18 +49,6 @@ def test_formula_and_simulation_agree_on_hosts(mtbf_hours: float, outages: Outag
     assert simulated_goodput(failures(mtbf_hours), INTERVAL_S, outages, seed=1) == pytest.approx(
         formula_goodput, rel=0.03
     )
-
-
-@pytest.mark.parametrize("mtbf_hours", [10.0, 100.0])
-@pytest.mark.parametrize("num_spares", [0, 1, 3])
-def test_formula_and_simulation_agree_on_gpus(mtbf_hours: float, num_spares: int):
-    """What is repaired when the run has ended."""
-    outages = Outages(7, num_spares, 2 * HOUR_S, resumed_s=400.0, are_repaired_beside=False)
-    formula_goodput = goodput(failures(mtbf_hours), INTERVAL_S, outages)
-    assert simulated_goodput(failures(mtbf_hours), INTERVAL_S, outages, seed=1) == pytest.approx(
-        formula_goodput, rel=0.03
-    )
-    assert formula_goodput < goodput(failures(mtbf_hours), INTERVAL_S)
 
 
 def test_what_is_back_at_once_costs_nothing_more():

@@ -70,7 +70,7 @@ def plan(
             They may leave devices out.
         mtbf_hours: Mean time between failures of a device, which says how often to save. It decides
             also what each way to survive costs.
-        repair_hours: Hours until a host or a GPU that failed is back.
+        repair_hours: Hours until a host that failed is back.
         checkpoint_bytes_per_s: Bytes of a checkpoint that a device writes per second.
         calibrate_s: Seconds for trials of the best plans on this machine's CPUs; 0 only predicts. A
             few steps of the most promising plans correct all prices. Trials of the last day count.

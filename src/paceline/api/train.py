@@ -18,13 +18,12 @@ from paceline.api.summary_table import summary_table
 from paceline.base.errors import OutOfMemory, UsageError
 from paceline.base.logs import unbroken
 from paceline.callbacks.loggers import loggers_of, of_cluster
-from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.job.file import AnyJob, JobFile, open_job
 from paceline.launch.hosts.environment import current, told_to_torchrun
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.failure import RankFailed
-from paceline.planner.resolve import Resolved, resolve, set_aside
+from paceline.planner.resolve import Resolved, resolve
 from paceline.runs import folder
 from paceline.strategies.plan import Plan
 from paceline.training.parts.spikes import read_action, refuse_unwatched
@@ -59,7 +58,6 @@ def train(
     timeout_s: float = 300.0,
     restarts: int | None = None,
     on_spike: Literal["stop", "skip", "rewind"] | None = None,
-    spares: int = 0,
     check: bool = True,
     log: str | Sequence[str] | None = None,
     table: bool = True,
@@ -99,8 +97,6 @@ def train(
             same is done if it is not finite. "stop" ends the run, "skip" leaves the step out,
             "rewind" goes back to the newest checkpoint and skips all samples since. By default only
             a loss that is not finite stops the run; see docs/survive.md.
-        spares: Number of GPUs without a rank, which take the place of those that fail. All ranks
-            then start again.
         check: Whether the first update is compared with one device's before training. Separate
             ranks do this; see `proof/first_update.py`.
         log: Where else the run is logged: tensorboard, mlflow, wandb or trackio. Each may have
@@ -114,12 +110,8 @@ def train(
         RankFailed: a rank failed; its report names rank, step and line.
     """
     _check(save_every=save_every, keep=keep, steps=steps, procs=procs, timeout_s=timeout_s)
-    for name, value in (
-        ("restarts", restarts),
-        ("spares", spares),
-    ):
-        if value is not None and value < 0:
-            raise UsageError(f"{name} must be 0 or more, got {value}")
+    if restarts is not None and restarts < 0:
+        raise UsageError(f"restarts must be 0 or more, got {restarts}")
     if resume and run is None:
         raise UsageError("resume needs the run folder to go on in", hint="--run DIR --resume")
     action = read_action(on_spike)
@@ -131,16 +123,6 @@ def train(
     if steps is not None:
         loaded = replace(loaded, steps=steps, epochs=None)
     plan_to_run = _plan_of(run, procs=procs) if resume and is_auto(plan) else plan
-    if spares and on is not None:
-        raise UsageError(
-            f"spares={spares} with on={on}: Ray gives the ranks of a lost node a place by itself",
-            hint="leave spares out",
-        )
-    if spares and restarts == 0:
-        raise UsageError(
-            f"spares={spares} with restarts=0: a spare takes a place when ranks start again",
-            hint="leave one of them out",
-        )
     if on is not None:
         from paceline.ray.training import RayRun
 
@@ -172,7 +154,7 @@ def train(
             loader_workers = loaded.loading.num_workers if loaded.loading is not None else 0
         loaded = replace(loaded, callbacks=[*loaded.callbacks, *loggers, *of_cluster()])
         request = TrainRequest.of(
-            loaded, source, plan_to_run, devices=devices, procs=procs, memory=memory, spares=spares
+            loaded, source, plan_to_run, devices=devices, procs=procs, memory=memory
         )
         result = request.train(
             run,
@@ -200,7 +182,6 @@ class TrainRequest:
     resolved: Resolved
     chosen: PlanChoice
     by_name: bool  # whether the user named the devices
-    spares: tuple[Device, ...] = ()
 
     @classmethod
     def of(
@@ -212,21 +193,12 @@ class TrainRequest:
         devices: str | None = None,
         procs: int | None = None,
         memory: str | None = None,
-        spares: int = 0,
     ) -> TrainRequest:
         """Resolve what the user asked for into a request.
-
-        Args:
-            spares: How many GPUs are left without a rank, to replace those that fail.
 
         Raises:
             UsageError: the request makes no sense.
         """
-        by_name, spare_devices = devices is not None, tuple[Device, ...]()
-        if spares:
-            devices, spare_devices = set_aside(
-                spares, plan, devices=devices, procs=procs, environment=current()
-            )
         machine: Any = {
             "devices": devices,
             "procs": procs,
@@ -239,9 +211,8 @@ class TrainRequest:
             chosen = choose(job, plan, **machine)
         else:
             chosen = PlanChoice(Plan.read(plan))
-        return cls(
-            job, source, resolve(job, chosen.plan, **machine), chosen, by_name, spare_devices
-        )
+        resolved = resolve(job, chosen.plan, **machine)
+        return cls(job, source, resolved, chosen, by_name=devices is not None)
 
     def train(
         self,
@@ -304,7 +275,7 @@ class TrainRequest:
             current(),
             resolved.cluster.devices,
             timeout_s=timeout_s,
-            fault_policy=replace(fault_policy(resolved.plan), spares=self.spares),
+            fault_policy=fault_policy(resolved.plan),
         )
         launcher.agree("job", lambda: str(refuse_early(job, resolved.plan, on_spike)))
         run_dir, _ = agreed_folder(

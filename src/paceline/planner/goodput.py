@@ -86,7 +86,8 @@ def outlook(
             survivals.append(way())
         except NoSurvival as why:
             refused[name] = str(why)
-    is_lost = "--restarts 0, or a host is lost" if is_one_host else "without --hosts"
+    what_else = "a GPU or the host" if cluster.devices[0].kind == "cuda" else "the host"
+    is_lost = f"--restarts 0, or {what_else} is lost" if is_one_host else "without --hosts"
     survivals.append(
         Survival.of(
             "resume",

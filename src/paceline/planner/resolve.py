@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.base.errors import ClusterError, PlanError
+from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster, names_of
-from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.launch.hosts.environment import Environment
 from paceline.strategies import conflicts
@@ -115,46 +114,6 @@ def resolve(
         cluster,
         shares if isinstance(shares, tuple) else (1,) * settled.replicas,
     )
-
-
-def set_aside(
-    spares: int,
-    plan: str | Plan | None,
-    *,
-    devices: str | None,
-    procs: int | None,
-    environment: Environment | None,
-) -> tuple[str, tuple[Device, ...]]:
-    """Return the names of the GPUs that get ranks, and the spare GPUs that replace those that fail.
-
-    The spares are the last ones of the named devices, or else those after as many as the plan
-    needs.
-
-    Raises:
-        PlanError: there are no ranks here that start again, or they compute on CPUs.
-        ClusterError: there are too few GPUs.
-    """
-    if environment is not None:
-        raise PlanError(
-            f"--spares {spares}: {environment.launcher} started this rank, and gives it its device",
-            hint="leave --spares out",
-        )
-    requested = Plan.read(plan) if plan is not None and plan != "auto" else None
-    gpus = [device for device in Cluster.local(devices).devices if device.kind == "cuda"]
-    if not gpus:
-        raise PlanError(
-            f"--spares {spares} keeps GPUs for those that fail, and ranks compute on CPUs here",
-            hint="leave --spares out: a fork of a warm process takes the place of a lost CPU rank at once",
-        )
-    needed = requested.world_size - requested.num_cpu_ranks if requested else procs
-    num_ranks = len(gpus) - spares if devices is not None or needed is None else needed
-    if num_ranks < 1 or num_ranks + spares > len(gpus):
-        raise ClusterError(
-            f"--spares {spares} beside {max(num_ranks, 1)} ranks needs {max(num_ranks, 1) + spares} "
-            f"GPUs, and there are {len(gpus)}",
-            hint="fewer spares, or a plan with fewer ranks",
-        )
-    return names_of(gpus[:num_ranks]), tuple(gpus[num_ranks : num_ranks + spares])
 
 
 def default_plan(job: Job | None, num_devices: int) -> Plan:

@@ -25,7 +25,7 @@ from paceline.simulate.outages import Outages
 from paceline.strategies.plan import Plan
 
 SurvivalName = Literal["copies", "checkpoint", "fewer", "spare", "resume"]
-REPAIR_HOURS = 1.0  # default time until a host or a GPU that failed is back; a guess
+REPAIR_HOURS = 1.0  # default time until a host that failed is back; a guess
 # rate of one core, to memory that it has used before; measured on two cores
 COPIED_BYTES_PER_S = 6.5e9
 _NUM_PLAYED = 5000  # failures in a simulation
@@ -40,7 +40,7 @@ class FailureRates:
     """
 
     mtbf_hours: float  # mean time between failures of one device
-    repair_hours: float = REPAIR_HOURS  # until a host or a GPU that failed is back
+    repair_hours: float = REPAIR_HOURS  # until a host that failed is back
     # bytes that one device writes, and reads; all write their part at the same time
     checkpoint_bytes_per_s: float = CHECKPOINT_BYTES_PER_S
 

@@ -103,12 +103,6 @@ def goodput(failures: Failures, interval_s: float, outages: Outages = NOTHING_LO
         math.exp(min(700.0, outages.resumed_s / mtbf_s))
         - math.exp(min(700.0, failures.restart_s / mtbf_s))
     )
-    if (
-        not outages.are_repaired_beside
-    ):  # so many failures until the run ends; those of spares cost no restart
-        running_s = mtbf_s * sum(num_units / (num_units + left) for left in range(num_spares + 1))
-        ended_s = outages.repair_s + resuming_s
-        return _with_all(failures, interval_s) * running_s / (running_s + ended_s)
     out, lasting = outages.out_parts(mtbf_s), 0.0
     parts = [
         sum(out[: num_spares + 1]),
@@ -176,7 +170,7 @@ class _Units:
         self.unit_mtbf_s = failures.mtbf_s * outages.num_units
         self.num_all = outages.num_units + outages.num_spares
         self.now_s, self.num_failures = 0.0, 0
-        part = outages.part_out(failures.mtbf_s) if outages.are_repaired_beside else 0.0
+        part = outages.part_out(failures.mtbf_s)
         self.backs_s = [
             outages.repair_s * draws.random() for _ in range(self.num_all) if draws.random() < part
         ]
@@ -212,12 +206,7 @@ class _Units:
             self.num_failures += 1
             is_of_run = self.draws.random() * num_up < self.outages.num_units
             if self.outages.repair_s > 0:
-                is_back_s = (
-                    self.now_s + self.outages.repair_s
-                    if self.outages.are_repaired_beside
-                    else math.inf
-                )
-                heapq.heappush(self.backs_s, is_back_s)
+                heapq.heappush(self.backs_s, self.now_s + self.outages.repair_s)
             if is_of_run:
                 return self.now_s - began_s, "lost"
 
@@ -232,8 +221,5 @@ class _Units:
 
     def rest(self) -> None:
         """Let time pass until there are enough units again."""
-        if not self.outages.are_repaired_beside:
-            self.now_s += self.outages.repair_s
-            self.backs_s.clear()
         while self.lacking > self.outages.most_lacking:
             self.passed(math.inf)

@@ -1,4 +1,4 @@
-"""What failures take away until it is repaired: hosts, or GPUs of one host, and how a run goes on without them."""
+"""The hosts that failures take away until they are repaired, and how a run goes on without them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 class Outages:
     """What the failures of a run take away, and for how long. Here: nothing that isn't back at once.
 
-    num_units: hosts that the run computes on, or devices of one host. Each fails as often as any other.
+    num_units: hosts that the run computes on. Each fails as often as any other.
     num_spares: units more, that wait for the place of one that is lost. They fail as often.
     repair_s: until a lost one is back; 0 where nothing is lost but time.
     speeds: of the run while it lacks none, one, two, ... units, of that with none lacking. If it lacks more, it ends.
     joining_s: what it costs to go on with a unit that is back, where the run lacks one.
     resumed_s: what it costs to resume a run that has ended, once there are enough units.
-    are_repaired_beside: whether units are repaired while the run goes on; else when it has ended, all together.
 
     Raises:
         ValueError: a number or a time makes no sense.
@@ -28,7 +27,6 @@ class Outages:
     speeds: tuple[float, ...] = (1.0,)
     joining_s: float = 0.0
     resumed_s: float = 0.0
-    are_repaired_beside: bool = True
 
     def __post_init__(self) -> None:
         if not (

@@ -23,7 +23,6 @@ from conditions import PATIENCE_S, until
 from paceline.base import signals
 from paceline.base.errors import PacelineError, PeerLost, Preempted
 from paceline.base.fork import end_openmp_threads
-from paceline.cluster.cluster import Cluster
 from paceline.launch.local import ranks as local_ranks
 from paceline.launch.process import supervisor, watchdog
 from paceline.launch.process.failure import RankFailed
@@ -336,40 +335,6 @@ def test_work_beside_a_run_sees_its_signs_of_life(run_ranks: Callable[..., Any],
 
     run_ranks(body, 1, idle=beside)
     assert (tmp_path / "step").read_text() == "3"
-
-
-def test_a_spare_takes_the_place_of_a_device_that_fails(
-    monkeypatch: pytest.MonkeyPatch, capfd: Any
-):
-    """Once for each spare. Then the run ends with the error, as it does where a program is at fault."""
-
-    def used(device: Any, local_world_size: int) -> torch.device:
-        monkeypatch.setenv("USED", str(device))
-        return torch.device("cpu")
-
-    def body(context: Any) -> str:
-        if os.environ["USED"] in failing:
-            raise RuntimeError(
-                "CUDA error: uncorrectable ECC error encountered\nCompile with TORCH_USE_CUDA_DSA"
-            )
-        return os.environ["USED"]
-
-    monkeypatch.setattr(local_ranks, "set_up_device", used)
-    devices = Cluster.local("cpu:0-3").devices
-    failing = {"cpu:1", "cpu:2"}
-    options: dict[str, Any] = {"fault_policy": FaultPolicy(spares=devices[2:]), "restarts": 5}
-    assert local_ranks.run_local(body, devices[:2], **options) == ["cpu:0", "cpu:3"]
-    stderr_text = capfd.readouterr().err
-    assert (
-        "rank 1: its GPU failed: RuntimeError: CUDA error: uncorrectable ECC error encountered; "
-        "cpu:2 takes the place of cpu:1 (1 spare left); all ranks start again (4 restarts left)"
-        in stderr_text
-    )
-    failing = {"cpu:1", "cpu:2", "cpu:3"}
-    with pytest.raises(RankFailed, match="its GPU failed") as raised:
-        local_ranks.run_local(body, devices[:2], **options)
-    assert raised.value.failure.lost_device and raised.value.exit_code == 1
-    assert "--spares N" in str(raised.value)
 
 
 def test_cuda_in_use_is_refused(run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):

@@ -163,6 +163,23 @@ def test_an_error_of_a_kernel_may_show_a_wrong_line(error: Exception, is_late: b
 @pytest.mark.parametrize(
     "text",
     [
+        "CUDA error: uncorrectable ECC error encountered",
+        "CUDA error: uncorrectable NVLink error detected during the execution",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+    ],
+)
+def test_a_gpu_that_fails_is_told_from_a_program_that_does(text: str):
+    """The rank is at fault, and other GPUs are the way out."""
+    rank_failure = report(RuntimeError(f"{text}\nCompile with TORCH_USE_CUDA_DSA"))
+    assert rank_failure.message == f"its GPU failed: RuntimeError: {text}"
+    assert (rank_failure.exit_code, rank_failure.heard, rank_failure.trace) == (1, False, "")
+    assert "--resume --devices NAMES goes on" in str(rank_failure.hint)
+    assert "its GPU failed" not in report(ValueError(text)).message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41233",
         "Application timeout caused pair closure",
         "NCCL error: ncclRemoteError",

@@ -201,7 +201,7 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
         world_size > 1 or start["num_starts"] > 1
     ):  # the first process of a rank alone is the only one to use them
         close_connections()
-    device = (*launch.devices, *launch.fault_policy.spares)[start["device"]]
+    device = launch.devices[rank]
     context = RankContext(
         rank,
         world_size,
@@ -271,10 +271,6 @@ class _Ranks:
             listens,
         )
         self.of = [_Rank() for _ in launch.devices]
-        self.devices = list(
-            range(len(self.of))
-        )  # of each rank, its number among devices and spares
-        self.num_spares = len(launch.fault_policy.spares)  # that are left, the last ones
 
     def start_all(self) -> None:
         self.launch = replace(self.launch, num_starts=self.launch.num_starts + 1)
@@ -297,7 +293,6 @@ class _Ranks:
                     "start",
                     number,
                     {
-                        "device": self.devices[number],
                         "num_starts": launch.num_starts,
                         "deaths": launch.deaths,
                         "restarts": launch.restarts.left,
@@ -319,29 +314,12 @@ class _Ranks:
         lost = {rank.failure.rank for rank in self.of if rank.failure and not rank.failure.heard}
         for number in range(len(self.of)):
             self.processes.end(number)
-        moves = [
-            self._take_spare(rank.failure.rank)
-            for rank in self.of
-            if rank.failure is not None and rank.failure.lost_device and self.num_spares
-        ]
-        self._note_restart(lost, cause, "; ".join([*moves, "all ranks start again"]))
+        self._note_restart(lost, cause, "all ranks start again")
         self.start_all()
 
-    def _take_spare(self, rank: int) -> str:
-        """Let a rank have a spare device from now on. Returns what was done, in words."""
-        places = (*self.launch.devices, *self.launch.fault_policy.spares)
-        before, self.devices[rank] = self.devices[rank], len(places) - self.num_spares
-        self.num_spares -= 1
-        return (
-            f"{places[self.devices[rank]]} takes the place of {places[before]} "
-            f"({self.num_spares} spare{'s' * (self.num_spares != 1)} left)"
-        )
-
     def may_restart(self, failure: Failure) -> bool:
-        """Whether who died, or hung, or lost its device while there is a spare one, is to be started again, and can."""
-        may_help = failure.kind == PeerLost.__name__ or (
-            failure.lost_device and self.num_spares > 0
-        )
+        """Whether who died, or hung, is to be started again, and can."""
+        may_help = failure.kind == PeerLost.__name__
         can = not self.interrupted and not self.processes.is_server_lost
         return may_help and can and not self.launch.restarts.why_not(failure.step, failure.rank)
 

@@ -87,7 +87,7 @@ _GROUP_HINT = (
 )
 _DEVICE_HINT = (
     "paceline doctor reads the errors of GPUs; --resume --devices NAMES goes on from the last checkpoint "
-    "on other ones, and --spares N keeps N of them for this"
+    "on other ones, and with a smaller --plan on fewer"
 )
 _LATE_HINT = (
     "a GPU's kernels run later than the lines that start them, so the place above may be wrong: "
@@ -101,7 +101,6 @@ class Failure:
 
     heard: The rank only learned of what happened elsewhere; another rank's report is the cause.
     where: file:line, in the user's code if any frame is there.
-    lost_device: Whether the rank's GPU is at fault, and another one would do.
     hint: What to do about it.
     """
 
@@ -116,7 +115,6 @@ class Failure:
     where: str
     trace: str
     time_s: float
-    lost_device: bool = False
     hint: str | None = None
 
     @property
@@ -222,10 +220,7 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
         hint = _LATE_HINT
     if isinstance(error, ValueError) and _GROUP_WORDS in text:
         hint = _GROUP_HINT
-    lost_device = isinstance(error, RuntimeError) and any(
-        words in lowered for words in _DEVICE_WORDS
-    )
-    if lost_device:
+    if isinstance(error, RuntimeError) and any(words in lowered for words in _DEVICE_WORDS):
         heard, trace, hint = False, "", _DEVICE_HINT
         message = f"its GPU failed: {text.partition(chr(10))[0]}"
     kind = next(
@@ -249,7 +244,6 @@ def failure_of(error: BaseException, *, rank: int, sign: Heartbeat) -> Failure:
         printable(where),
         printable(trace),
         time.time(),
-        lost_device,
         hint and printable(hint),
     )
 
