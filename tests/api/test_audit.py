@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import paceline as pl
 from paceline.api.audit import Audit, audit
 from paceline.job.order import Order, Window, digest
-from paceline.runs.folder import JOURNAL
+from paceline.runs.folder import JOURNAL, METRICS, ORIGIN
 from paceline.runs.journal import Journal
 
 SAMPLES, BATCH, STEPS = (
@@ -111,6 +111,31 @@ def test_what_a_killed_launch_did_after_its_checkpoint_is_undone(tmp_path):
     result = audit(tmp_path)
     assert result.passed, result.describe()
     assert (result.updates, result.recomputed_updates, result.launches) == (9, 3, 2)
+
+
+def test_a_run_that_went_back_before_a_spike_goes_on(tmp_path):
+    """Runs of 0.2.0 could: they are audited, resumed and reported, whatever options their record has."""
+    run = tmp_path / "run"
+    pl.train(job(), "single", run=run, save_every=4, on_spike="skip", check=False)
+    document = json.loads((run / ORIGIN).read_text())
+    document["command"] = "paceline train job.py --spares 1 --save-every 4 --on-spike rewind"
+    (run / ORIGIN).write_text(json.dumps(document))
+    with (run / METRICS).open("a") as file:
+        file.write(json.dumps({"step": 7, "rewound_to": 4, "time": 0.0}) + "\n")
+
+    def back_from_7_to_4(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        launch, *updates = [line for line in lines if "weights" not in line]
+        before, later = updates[:7], updates[7:]
+        undone = [update | {"skipped": True} for update in before[4:]]
+        again = [launch | {"after": 4}, *undone, *later]
+        return [launch, *before, *({**line, "launch": 2} for line in again)]
+
+    result = edited(run, back_from_7_to_4)
+    assert result.passed, result.describe()
+    assert (result.updates, result.skipped_updates, result.launches) == (12, 3, 2)
+    more = pl.train(job(steps=16), run=run, resume=True, on_spike="skip", check=False)
+    assert more.figures["steps"] == 16 and audit(run).passed
+    assert pl.report(run)
 
 
 def test_a_line_that_is_cut_off_is_no_line(tmp_path):

@@ -567,7 +567,7 @@ def test_a_missing_job_file_is_found_before_anything_starts(verb: Any, tmp_path:
         (["train", "x.py", "--run", ""], "--run: the value is empty"),
         (["train", ""], "FILE[:FUNCTION]: the value is empty"),
         (["train", "x.py", "--json=yes"], "--json: ignored explicit argument 'yes'"),
-        (["train", "x.py", "--on-spike", "go"], "choose from 'stop', 'skip', 'rewind'"),
+        (["train", "x.py", "--on-spike", "go"], "choose from 'stop', 'skip')"),
         (["launch", "sky", "--tim", "1"], "did you mean --time?"),
         (["--halp"], "paceline has no command --halp"),
         (["predict", "runs/a"], "required: INPUT"),

@@ -57,7 +57,7 @@ def train(
     loader_workers: int | None = None,
     timeout_s: float = 300.0,
     restarts: int | None = None,
-    on_spike: Literal["stop", "skip", "rewind"] | None = None,
+    on_spike: Literal["stop", "skip"] | None = None,
     check: bool = True,
     log: str | Sequence[str] | None = None,
     table: bool = True,
@@ -94,9 +94,8 @@ def train(
             all ranks, from a copy of their state in memory or the newest checkpoint. A launcher
             such as torchrun starts ranks again itself.
         on_spike: What to do about a step whose loss or gradient is far above those before it. The
-            same is done if it is not finite. "stop" ends the run, "skip" leaves the step out,
-            "rewind" goes back to the newest checkpoint and skips all samples since. By default only
-            a loss that is not finite stops the run; see docs/survive.md.
+            same is done if it is not finite. "stop" ends the run, "skip" leaves the step out. By
+            default only a loss that is not finite stops the run; see docs/survive.md.
         check: Whether the first update is compared with one device's before training. Separate
             ranks do this; see `proof/first_update.py`.
         log: Where else the run is logged: tensorboard, mlflow, wandb or trackio. Each may have
@@ -267,10 +266,10 @@ class TrainRequest:
         from paceline.training.settings import Settings
 
         job, resolved, chosen = self.job, self.resolved, self.chosen
-        on_spike, saves = options.get("on_spike"), options.get("save_every") is not None
-        refuse_unwatched(on_spike, resolved.plan, saves=saves)
+        on_spike = options.get("on_spike")
+        refuse_unwatched(on_spike, resolved.plan)
         load(resolved.plan)
-        priced = price(job, resolved, chosen, snapshot=saves)
+        priced = price(job, resolved, chosen, snapshot=options.get("save_every") is not None)
         launcher = Launcher(
             current(),
             resolved.cluster.devices,

@@ -68,8 +68,8 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     # `order.digest`.
     digest: int | None = None
     part: int | None = None  # of the step's window, if each part is a separate update
-    # No weight was changed: gradients overflowed under loss scaling, the step is a spike, or the
-    # run went back to a step before this one.
+    # No weight was changed: gradients overflowed under loss scaling, or the step is a spike. Runs
+    # of former versions could also go back to a step before this one.
     skipped: bool = False
 
     @property
@@ -140,22 +140,6 @@ class Journal:
                     also=tuple(also),
                 )
             ]
-        )
-
-    def go_back(self, job: Job, *, plan: str, world_size: int, after: int) -> None:
-        """Record that the updates of the steps after this one are undone, and that their samples
-        are left out.
-
-        Raises:
-            CheckpointError: the file can't be written.
-        """
-        if self.path is None:
-            return
-        undone = [update for update in applied(self.path) if update.step > after]
-        self.close()
-        self.begin(job, plan=plan, world_size=world_size, after=after)
-        self._append(
-            [msgspec.structs.replace(update, launch=self.launch, skipped=True) for update in undone]
         )
 
     def note(

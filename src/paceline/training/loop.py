@@ -81,7 +81,7 @@ class Loop:
         self.saves = Saves(run, self.callbacks, comparisons)
         self.callbacks.obey = self.saves.export_weights
         self.copies = Copies(run, self.callbacks)
-        self.spikes = SpikeSteps(run, comparisons, self.saves, self.copies)
+        self.spikes = SpikeSteps(run)
         evaluations = Evaluations(run, RanksEvaluator(run), self.saves, self.callbacks)
         self.step_log = StepLog(run)
         # The order of their collectives: what a save needs is compared and evaluated before it, and

@@ -1,4 +1,4 @@
-"""Steps that are spikes: their samples are kept, and the run ends, leaves them out, or goes back."""
+"""Steps that are spikes: their samples are kept, and the run ends or leaves them out."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.checkpoint.read import Checkpoint, newest_saved_step, open_checkpoint
-from paceline.runs.folder import checkpoint_of
-from paceline.strategies.compose import end_evaluation
-from paceline.training.parts.copies import Copies
-from paceline.training.parts.drift import Comparisons
-from paceline.training.parts.saves import Saves
+from paceline.checkpoint.read import Checkpoint
 from paceline.training.parts.spike_dump import first_bad_module, keep
 from paceline.training.parts.spikes import Spike, Spikes
 from paceline.training.prefetch import Fed
-from paceline.training.restore import restore
 from paceline.training.run import RunPart, StepTaken, TrainingRun
 from paceline.training.stepper import StepResult
 
@@ -24,10 +18,8 @@ class SpikeSteps(RunPart):
     """Does what `on_spike` says about a step whose loss is far above those before. Without it, a loss that is not
     finite ends the run."""
 
-    def __init__(
-        self, run: TrainingRun, comparisons: Comparisons, saves: Saves, copies: Copies
-    ) -> None:
-        self.run, self.comparisons, self.saves, self.copies = run, comparisons, saves, copies
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
         self.spikes: Spikes | None = None
         if run.settings.on_spike is not None:
             self.spikes = Spikes(run.settings.on_spike)
@@ -64,16 +56,12 @@ class SpikeSteps(RunPart):
             self.spikes.restore(checkpoint.document["spikes"])
 
     def stepped(self, taken: StepTaken) -> None:
-        """Nothing was updated in a step that is a spike: keep its samples, and go back if that was asked for. All ranks
-        of such a run are in the same step."""
+        """Nothing was updated in a step that is a spike: keep its samples."""
         why = taken.result.spike
         if not why:
             return
         self._keep(taken.fed, self.run.step, why, None)
-        back = self._rewind() if self.run.settings.on_spike == "rewind" else ""
-        self.run.log.display.say(
-            f"step {self.run.step} is a spike and changes no weight: {why}{back}"
-        )
+        self.run.log.display.say(f"step {self.run.step} is a spike and changes no weight: {why}")
 
     def document(self) -> Mapping[str, Any]:
         return {"spikes": self.spikes.to_dict()} if self.spikes is not None else {}
@@ -86,29 +74,3 @@ class SpikeSteps(RunPart):
         return run.run_dir and keep(
             run.run_dir, run.stepper, fed.window, fed.batches, step=step, why=why, module=module
         )
-
-    def _rewind(self) -> str:
-        """Take the state of the newest checkpoint, and leave out the samples of all steps since. Collective.
-
-        Returns:
-            What was done, in words.
-        """
-        run, stepper = self.run, self.run.stepper
-        assert run.run_dir is not None and self.spikes is not None
-        self.saves.end()
-        self.copies.wait()
-        step = run.greatest(newest_saved_step(run.run_dir) if run.context.rank == 0 else -1)
-        if step < 0:
-            return "; there is no checkpoint yet to go back to"
-        spikes = self.spikes.to_dict()
-        stepper.step_sync.drain()
-        end_evaluation(stepper.synchronisers)  # what was gathered is of weights that are replaced
-        restore(stepper, open_checkpoint(checkpoint_of(run.run_dir, step), checksums=False))
-        stepper.edits.updated()
-        run.log.journal.go_back(
-            run.job, plan=str(run.plan), world_size=run.context.world_size, after=step
-        )
-        self.spikes.restore(spikes)
-        run.note(rewound_to=step)
-        self.comparisons.compared_step = None
-        return f"; the weights are those of step {step} again, and the samples of the steps since are left out"

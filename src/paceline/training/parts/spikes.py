@@ -1,4 +1,4 @@
-"""Spikes: losses or gradient norms far above those of the steps before, and whether a run stops, skips or goes back.
+"""Spikes: losses or gradient norms far above those of the steps before, and whether a run stops or skips.
 
 All ranks know the loss of the whole batch before they update with its gradients. So they decide alike, without a
 message.
@@ -16,7 +16,7 @@ from paceline.base.errors import JobError, PlanRefused, TrainingError, UsageErro
 from paceline.strategies.active_plan import ActivePlan
 from paceline.strategies.plan import Plan
 
-SpikeAction = Literal["stop", "skip", "rewind"]
+SpikeAction = Literal["stop", "skip"]
 
 # What counts as a spike: so many standard deviations above the mean of the latest steps, once half as many are known.
 # Source: Ai2's OLMo-core, `SkipStepOptimizer`, which trained OLMo 2 with it.
@@ -39,18 +39,15 @@ def read_action(text: str | None) -> SpikeAction | None:
         UsageError: there is no such action.
     """
     if text is not None and text not in get_args(SpikeAction):
-        raise UsageError(f"on_spike={text!r}: unknown", hint="on_spike is stop, skip or rewind")
+        raise UsageError(f"on_spike={text!r}: unknown", hint="on_spike is stop or skip")
     return text  # type: ignore[return-value]
 
 
-def refuse_unwatched(action: SpikeAction | None, plan: Plan, *, saves: bool) -> None:
+def refuse_unwatched(action: SpikeAction | None, plan: Plan) -> None:
     """Refuse to watch for spikes where ranks can't decide about a step together.
-
-    saves: whether the run saves checkpoints on its way.
 
     Raises:
         PlanRefused: replicas of the plan take steps of their own.
-        UsageError: there will be nothing to go back to.
     """
     if action is None:
         return
@@ -61,11 +58,6 @@ def refuse_unwatched(action: SpikeAction | None, plan: Plan, *, saves: bool) -> 
                 hint="data=N and shard=N, also beside tensor=N and pipeline=N, decide about each step "
                 "together",
             )
-    if action == "rewind" and not saves:
-        raise UsageError(
-            "--on-spike rewind goes back to the newest checkpoint, and the run saves none on its way",
-            hint="--save-every N saves every N steps",
-        )
 
 
 def refuse_backwards(action: SpikeAction, number: int, verb: str = "ctx.backward") -> None:
@@ -129,7 +121,7 @@ class Spikes:
         if self.action == "stop":
             raise Spike(
                 f"step {step} is a spike: {why}; the weights of the step before are kept",
-                hint="--on-spike skip leaves such steps out, --on-spike rewind goes back to a checkpoint first",
+                hint="--on-spike skip leaves such steps out",
             )
         if self.in_a_row >= MOST_IN_A_ROW:
             raise Spike(
