@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from paceline.strategies.stages.keys import ScheduleName, splits_backward
 
@@ -24,10 +23,16 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 
 _SECONDS: dict[ActionKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+# The actions that each kind of action needs: (kind, stage relative to its own).
+_NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {
+    "F": [("F", -1)],
+    "B": [("F", 0), ("B", 1)],
+    "I": [("F", 0), ("I", 1)],
+    "W": [("I", 0)],
+}
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Action:
+class Action(NamedTuple):
     """The work of one stage on one micro-batch.
 
     >>> str(Action("F", 2, 0))
@@ -46,13 +51,11 @@ class Action:
 
         The last stage's backward needs only its own forward.
         """
-        stage, microbatch = self.stage, self.microbatch
-        if self.kind == "F":
-            return [Action("F", stage - 1, microbatch)] if stage else []
-        if self.kind == "W":
-            return [Action("I", stage, microbatch)]
-        after = [Action(self.kind, stage + 1, microbatch)] if stage + 1 < num_stages else []
-        return [Action("F", stage, microbatch), *after]
+        return [
+            Action(kind, self.stage + away, self.microbatch)
+            for kind, away in _NEEDED[self.kind]
+            if 0 <= self.stage + away < num_stages
+        ]
 
 
 def kinds_of(plan: Plan) -> tuple[ActionKind, ...]:
@@ -93,16 +96,25 @@ def schedule(
 
 def blocked(orders: Sequence[Sequence[Action]], *, num_stages: int) -> bool:
     """Whether ranks that follow these orders wait for each other forever."""
+    return len(merged(orders, num_stages=num_stages)) < sum(map(len, orders))
+
+
+def merged(orders: Sequence[Sequence[Action]], *, num_stages: int) -> list[tuple[int, Action]]:
+    """Return the actions of all ranks, each with its rank, and after the actions that it needs.
+
+    Actions for which ranks would wait forever are left out.
+    """
+    actions: list[tuple[int, Action]] = []
     done: set[Action] = set()
     remaining = [list(reversed(order)) for order in orders]
-    moved = True
-    while moved:
-        moved = False
-        for order in remaining:
-            while order and all(needed in done for needed in order[-1].needs(num_stages)):
-                done.add(order.pop())
-                moved = True
-    return any(remaining)
+    before = -1
+    while before < len(done):
+        before = len(done)
+        for rank, order in enumerate(remaining):
+            while order and done.issuperset(order[-1].needs(num_stages)):
+                done.add(order[-1])
+                actions.append((rank, order.pop()))
+    return actions
 
 
 def _forward_backward(
@@ -111,22 +123,16 @@ def _forward_backward(
     """Order a rank's actions: first some forwards, then one forward and one backward in turns, then
     the other backwards."""
 
-    def rounds(turns: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (stage, micro-batch) in order: `num_ranks` micro-batches for one stage of the
-        rank, then for the next."""
+    def rounds(kind: ActionKind, turns: Sequence[int]) -> list[Action]:
+        """Return `num_ranks` micro-batches for one stage of the rank, then for the next."""
         return [
-            (rank + num_ranks * turn, microbatch)
+            Action(kind, rank + num_ranks * turn, microbatch)
             for first in range(0, num_microbatches, num_ranks)
             for turn in turns
             for microbatch in range(first, min(first + num_ranks, num_microbatches))
         ]
 
-    forwards = [
-        Action("F", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual))
-    ]
-    backwards = [
-        Action("B", *stage_and_microbatch) for stage_and_microbatch in rounds(range(virtual)[::-1])
-    ]
+    forwards, backwards = rounds("F", range(virtual)), rounds("B", range(virtual)[::-1])
     if name == "gpipe":
         ahead = len(forwards)
     elif virtual == 1:
@@ -185,14 +191,6 @@ def _zero_bubble(num_ranks: int, num_microbatches: int) -> list[list[Action]]:
     return orders
 
 
-# The actions that each kind of action needs: (kind, stage relative to its own).
-_NEEDED: dict[ActionKind, list[tuple[ActionKind, int]]] = {
-    "F": [("F", -1)],
-    "I": [("F", 0), ("I", 1)],
-    "W": [("I", 0)],
-}
-
-
 def in_flight(order: Sequence[Action]) -> int:
     """Return the largest number of forwards whose activations a rank holds at one time."""
     current = most = 0
@@ -210,12 +208,9 @@ def bubble(orders: Sequence[Sequence[Action]], *, num_stages: int) -> float:
     2019).
     """
     done: dict[Action, float] = {}
-    free, remaining = [0.0] * len(orders), [list(reversed(order)) for order in orders]
-    while any(remaining):
-        for rank, order in enumerate(remaining):
-            while order and all(needed in done for needed in order[-1].needs(num_stages)):
-                action = order.pop()
-                start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])
-                done[action] = free[rank] = start + _SECONDS[action.kind]
+    free = [0.0] * len(orders)
+    for rank, action in merged(orders, num_stages=num_stages):
+        start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])
+        done[action] = free[rank] = start + _SECONDS[action.kind]
     work = sum(_SECONDS[action.kind] for order in orders for action in order)
     return 1 - work / (len(orders) * max(free))

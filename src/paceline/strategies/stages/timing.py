@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from paceline.strategies.stages.keys import ScheduleName
 from paceline.strategies.stages.layer_cut import orders_of
-from paceline.strategies.stages.schedule import ActionKind
+from paceline.strategies.stages.schedule import Action, ActionKind, merged
 
 ROUNDS = 2  # simulated rounds before further rounds are assumed to take equally long
 FIRST, MIDDLE, LAST = "first", "middle", "last"  # micro-batches of a step
@@ -71,28 +71,15 @@ class _Course:
 @lru_cache(maxsize=512)
 def _course(name: ScheduleName, num_ranks: int, num_microbatches: int, virtual: int) -> _Course:
     orders, num_stages = orders_of(name, num_ranks, num_microbatches, virtual), num_ranks * virtual
-    num_done = [0] * num_ranks
-    position: dict[tuple[ActionKind, int, int], int] = {}
+    position: dict[Action, int] = {}
     keys: dict[Key, int] = {}
     steps: list[tuple[int, int, int]] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(orders):
-            while num_done[rank] < len(order):
-                action = order[num_done[rank]]
-                kind, stage, microbatch = action.kind, action.stage, action.microbatch
-                source = stage - 1 if kind == "F" else num_stages if kind == "W" else stage + 1
-                needed = -1
-                if 0 <= source < num_stages:
-                    needed = position.get((kind, source, microbatch), -1)
-                    if needed < 0:
-                        break
-                key = (stage, kind, which(microbatch, num_microbatches))
-                position[kind, stage, microbatch] = len(steps)
-                steps.append((rank, keys.setdefault(key, len(keys)), needed))
-                num_done[rank] += 1
-                moved = True
+    for rank, action in merged(orders, num_stages=num_stages):
+        others = (each for each in action.needs(num_stages) if each.stage != action.stage)
+        needed = next((position[other] for other in others), -1)
+        key = (action.stage, action.kind, which(action.microbatch, num_microbatches))
+        position[action] = len(steps)
+        steps.append((rank, keys.setdefault(key, len(keys)), needed))
     return _Course(tuple(keys), tuple(steps), num_ranks)
 
 
