@@ -59,14 +59,7 @@ class Mesh:
 
     def ranks_along(self, axis: str) -> list[int]:
         """Return the ranks that differ from this one in this axis only, in order."""
-        stride = self._stride(axis)
-        first = self.rank - self.coordinates[axis] * stride
-        return [first + i * stride for i in range(self.sizes[axis])]
-
-    def rows(self, axis: str) -> list[list[int]]:
-        """Return all ranks in rows along an axis."""
-        rows = [self.at(first).ranks_along(axis) for first in range(self.world_size)]
-        return [row for first, row in enumerate(rows) if row[0] == first]
+        return self.ranks_over([axis])
 
     @cached_property
     def stage_axis(self) -> str:
@@ -214,27 +207,40 @@ class Mesh:
         """
         import torch.distributed as dist
 
-        for axis, size in self.sizes.items():
-            if size == self.world_size and size > 1:
-                self._groups[axis] = dist.group.WORLD  # type: ignore[assignment]
-            elif size > 1:
-                for ranks in self.rows(axis):  # every rank makes every group, in one order
-                    group = dist.new_group(ranks)
-                    if self.rank in ranks:
-                        self._groups[axis] = group
+        made: dict[tuple[str, ...], Any] = {}
+        for name, axes in {
+            **{axis: (axis,) for axis in self.sizes},
+            "replicas": self.summed_axes(),
+        }.items():
+            along = tuple(axis for axis in axes if self.sizes[axis] > 1)
+            if along and along not in made:
+                is_whole = len(self.ranks_over(along)) == self.world_size
+                made[along] = dist.group.WORLD if is_whole else self.new_group(along)
+            if along:
+                self._groups[name] = made[along]
 
-        size = len(self.replicas)
-        along = next((name for name in self.summed_axes() if self.sizes[name] == size > 1), None)
-        if along:
-            self._groups["replicas"] = self._groups[along]
-        elif size == self.world_size > 1:
-            self._groups["replicas"] = dist.group.WORLD  # type: ignore[assignment]
-        elif size > 1:
-            everyone = [self.at(rank).replicas for rank in range(self.world_size)]
-            for ranks in (row for rank, row in enumerate(everyone) if row[0] == rank):
-                group = dist.new_group(ranks)
-                if self.rank in ranks:
-                    self._groups["replicas"] = group
+    def new_group(
+        self, axes: Sequence[str], places: Sequence[int] | None = None, **options: Any
+    ) -> ProcessGroup | None:
+        """Make a process group of this rank and those that differ from it in these axes only.
+
+        Collective: every rank makes the groups of all rows, in one order.
+
+        Args:
+            places: The places of a row that are in its group; by default all. A rank that has no
+                such place gets None.
+            options: See `torch.distributed.new_group`.
+        """
+        import torch.distributed as dist
+
+        own = None
+        for first in range(self.world_size):
+            row = self.at(first).ranks_over(axes)
+            if row[0] == first:
+                members = row if places is None else [row[place] for place in places]
+                group = dist.new_group(members, **options)
+                own = group if self.rank in members else own
+        return own
 
     def devices(self, kind: str) -> DeviceMesh:
         """Return torch's mesh of all ranks, with the axes of more than one rank as its dims.

@@ -213,13 +213,9 @@ def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> OrderCheck:
 
     Collective if `expects`: each row of the axis then gets its own group.
     """
-    if not expects:
-        return OrderCheck(units, mesh.group("shard"), mesh.ranks_along("shard"), expects=False)
-    # Every rank makes all groups.
-    groups = [(row, dist.new_group(row, backend="gloo")) for row in mesh.rows("shard")]
-    return next(
-        OrderCheck(units, group, row, expects=True) for row, group in groups if mesh.rank in row
-    )
+    group = mesh.new_group(["shard"], backend="gloo") if expects else mesh.group("shard")
+    assert group is not None, "this rank is a member"
+    return OrderCheck(units, group, mesh.ranks_along("shard"), expects=expects)
 
 
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:

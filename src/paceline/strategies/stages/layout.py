@@ -156,7 +156,7 @@ class Stages:
             place,
             device,
             ahead=None,
-            back=_group(mesh, axis, range(mesh.sizes[axis])),
+            back=mesh.new_group([axis]) if mesh.sizes[axis] > 1 else None,
         )
         self.first_name = first_names(template)
         self.stand_ins = dict(template.named_parameters())
@@ -212,7 +212,7 @@ class Stages:
         self.has_output = self.output_place == place
         self.ties = [(name, places) for name, places in holders.items() if len(places) > 1]
         self.groups = {
-            members: _group(mesh, axis, members)
+            members: mesh.new_group([axis], members)
             for members in sorted({tuple(places) for _, places in self.ties})
         }
         self.place, self.sparse = place, sparsely_trained(template)
@@ -570,18 +570,3 @@ def _refuse_spread(
                 "ranks compute",
                 hint="data=N and tensor=N plans keep it together",
             )
-
-
-def _group(mesh: Mesh, axis: str, members: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return the group of these places along an axis, for this rank's row.
-
-    A single place sends nothing and gets None. Collective: every rank makes every group.
-    """
-    group_of_rank = None
-    if len(members) == 1:
-        return group_of_rank
-    for ranks in mesh.rows(axis):
-        group = dist.new_group([ranks[member] for member in members])
-        if mesh.rank in [ranks[member] for member in members]:
-            group_of_rank = group
-    return group_of_rank
