@@ -111,7 +111,7 @@ class _Flight:
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None = None
-    weights_left: Callable[[], None] | None = None
+    weights_left: Callable[[], None] = lambda: None  # runs what "I" has left of the backward
 
 
 class Links:
@@ -258,24 +258,14 @@ class Engine:
     def run_forward(self, staged: Staged, inputs: Mapping[str, torch.Tensor]) -> Any:
         """Return the model's output for one batch on the rank of the last stage; None on other
         ranks."""
-        place, output = self.links.place, None
-        self.links.expect(
-            {
-                rank: [
-                    (PeerMessage(value.name, 0), value)
-                    for stage in staged.stages
-                    if stage.rank == rank
-                    for value in stage.outputs
-                    if place in staged.takers(value.name)
-                ]
-                for rank in range(len(self.links.ranks))
-                if rank != place
-            }
-        )
-        self._received, self._uses = {}, {}
-        for stage in staged.stages:
-            if stage.rank != place:
-                continue
+        output = None
+        orders = [
+            [Action("F", stage.number, 0) for stage in staged.stages if stage.rank == rank]
+            for rank in range(len(self.orders))
+        ]
+        self._begin(orders, {0: staged})
+        for action in orders[self.links.place]:
+            stage = staged.stages[action.stage]
             values = dict(inputs) | {v.name: self._take(staged, v, 0) for v in stage.inputs}
             self._run_pieces(stage, values)
             self._give(staged, stage, {v.name: values[v.name] for v in stage.outputs}, 0)
@@ -402,7 +392,6 @@ class Engine:
         flight = self._flights[key]
         self._ready_s = time.perf_counter()
         if action.kind == "W":
-            assert flight.weights_left is not None, "I comes before W"
             flight.weights_left()
             del self._flights[key]
             return
@@ -419,7 +408,6 @@ class Engine:
                 )
             else:
                 torch.autograd.backward(roots, gradients)
-                flight.weights_left = _nothing
         elif roots:
             torch.autograd.backward(roots, gradients)
         self._return_gradients(action, staged, flight)
@@ -480,10 +468,6 @@ class Engine:
                     else gradient,
                     home,
                 )
-
-
-def _nothing() -> None:
-    """Do nothing: the whole backward was done at once."""
 
 
 def uses_weights_once(roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:

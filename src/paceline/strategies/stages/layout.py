@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
@@ -133,14 +134,11 @@ class Stages:
         use: ModelUse,
         split: TensorSplit,
     ) -> None:
-        stage_of, ranks, axis = assignment.stage_of, assignment.ranks, mesh.stage_axis
-        example, changing = captured.example, captured.changing
-        self.template, self.stage_of, self.ranks, self.context = (
-            template,
-            stage_of,
-            ranks,
-            use.context,
-        )
+        axis, example = mesh.stage_axis, captured.example
+        self.template, self.context = template, use.context
+        self.stage_of, self.ranks = assignment.stage_of, assignment.ranks
+        # The place along the axis of stages of each piece of the example, by key.
+        self.rank_of = {piece.key: self.ranks[self.stage_of[piece.key]] for piece in example.pieces}
         # By signature, each with the values of its batch that are not tensors.
         self.captures: dict[Hashable, list[tuple[Any, Staged]]] = {}
         self.opaque, self.tensors, self.example, self.split = (
@@ -163,26 +161,23 @@ class Stages:
         self.trained = [p.requires_grad for p in self.stand_ins.values()]
         buffer_owners = dict.fromkeys((name for name, _ in template.named_buffers()), 0)
         for piece in example.pieces:
-            buffer_owners |= dict.fromkeys(piece.buffers, ranks[stage_of[piece.key]])
-        holders, self.unused = _holders(example, tensors, lambda piece: ranks[stage_of[piece.key]])
+            buffer_owners |= dict.fromkeys(piece.buffers, self.rank_of[piece.key])
+        holders, self.unused = _holders(example, tensors, self.rank_of)
         # The holders of a tied parameter are in the order of the stages, and the first one owns it.
         self.owned = frozenset(name for name, places in holders.items() if places[0] == place)
         self.owned_buffers = frozenset(
             name for name, owner in buffer_owners.items() if owner == place
         )
         self.holders = holders
-        self.changing_at = {
-            name: buffer_owners[name]
-            for name in _changed(example, changing)
-            if name in buffer_owners
-        }
+        # Buffers and parameters that a forward changes, as observed or as recorded. Both are needed:
+        # a buffer that follows a weight, for example, does not change before the weight has changed.
+        changed = set(captured.changing).union(*(piece.changes for piece in example.pieces))
+        self.changing_at = {name: buffer_owners[name] for name in changed if name in buffer_owners}
         if self.is_sharded:
             _refuse_shards(example, tensors)
         report = split.report(tensors)
         self.report = replace(report, lines=(*report.lines, *captured.notes))
-        _refuse_spread(
-            example, holders, lambda piece: ranks[stage_of[piece.key]], changing, tensors
-        )
+        _refuse_spread(example, holders, self.rank_of, changed, tensors)
         here = split.apply(
             {name: tensors[name] for name, places in holders.items() if place in places},
             None if self.is_sharded else device,
@@ -190,25 +185,26 @@ class Stages:
         # A weight that several pieces of a rank use belongs to none of them, and the rank has it
         # whole. Then all ranks have it whole, because gradients of its parts could not be summed
         # over stages.
-        apart = (
-            _used_twice(example, lambda piece: ranks[stage_of[piece.key]])
-            if mesh.sizes["shard"] > 1
-            else set()
+        users = Counter(
+            (name, self.rank_of[piece.key])
+            for piece in example.pieces
+            for name in set(piece.parameters)
         )
+        apart = {name for (name, _), count in users.items() if self.is_sharded and count > 1}
         pieces = {
             piece.key: PieceModule(
                 {name: here[name] for name in dict.fromkeys(piece.parameters) if name not in apart},
-                split.runner if split.touches(piece) else None,
                 {name: here[name] for name in piece.parameters if name in apart},
+                split.runner,
                 runs_once=bool(piece.opaque),
             )
             for piece in example.pieces
-            if piece.parameters and ranks[stage_of[piece.key]] == place
+            if piece.parameters and self.rank_of[piece.key] == place
         }
         lone = {name: p for name, p in here.items() if name in self.unused | apart}
         self.module: PieceModules = PieceModules(pieces, lone, template, split)
         self.engine = Engine(assignment.orders, self.links, self.module.run, self._weights)
-        self.output_place, self.statistics = ranks[-1], use.statistics
+        self.output_place, self.statistics = self.ranks[-1], use.statistics
         self.has_output = self.output_place == place
         self.ties = [(name, places) for name, places in holders.items() if len(places) > 1]
         self.groups = {
@@ -251,7 +247,9 @@ class Stages:
             if batch.samples or self.meets_in_forward
         }
         staged = {number: self._staged(batch) for number, batch in run.items()}
-        inputs = {number: self._bound(staged[number], batch) for number, batch in run.items()}
+        inputs = {
+            number: staged[number].capture.bind(*batch.arguments()) for number, batch in run.items()
+        }
 
         def before(action: Action) -> None:
             if action.kind == "F":
@@ -278,7 +276,7 @@ class Stages:
         self.module.keeps_changes = batch.samples > 0
         with self.statistics.over(batch.samples):
             staged = self._staged(batch)
-            return self.engine.run_forward(staged, self._bound(staged, batch))
+            return self.engine.run_forward(staged, staged.capture.bind(*batch.arguments()))
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use, over the ranks of these stages.
@@ -445,8 +443,7 @@ class Stages:
     def _place(self, piece: Piece, *, before: int) -> int:
         """Return the place along the axis where a piece of an evaluation can run: preferably that
         of training."""
-        rank_of = {other.key: self.ranks[self.stage_of[other.key]] for other in self.example.pieces}
-        places = set(self.ranks)
+        rank_of, places = self.rank_of, set(self.ranks)
         if piece.parameters:
             places = {
                 rank_of[other.key]
@@ -475,12 +472,9 @@ class Stages:
             min(places),
         )
 
-    def _bound(self, staged: Staged, batch: Batch) -> dict[str, torch.Tensor]:
-        return staged.capture.bind(*batch.arguments())
-
 
 def _holders(
-    example: Capture, names: Collection[str], rank_of: Callable[[Piece], int]
+    example: Capture, names: Collection[str], rank_of: Mapping[str, int]
 ) -> tuple[dict[str, list[int]], set[str]]:
     """Return the ranks that hold each parameter, and the parameters that the example does not use.
 
@@ -490,8 +484,8 @@ def _holders(
     holders: dict[str, list[int]] = {name: [] for name in names}
     for piece in example.pieces:
         for name in piece.parameters:
-            if rank_of(piece) not in holders[name]:
-                holders[name].append(rank_of(piece))
+            if rank_of[piece.key] not in holders[name]:
+                holders[name].append(rank_of[piece.key])
     unused = [name for name in names if not holders[name]]
     used = sorted(holders.keys() - unused)
     for name in unused:
@@ -521,30 +515,11 @@ def _refuse_shards(example: Capture, tensors: Mapping[str, nn.Parameter]) -> Non
         )
 
 
-def _used_twice(example: Capture, rank_of: Callable[[Piece], int]) -> set[str]:
-    """Return the names of parameters that several pieces of one rank use."""
-    users: dict[tuple[str, int], set[str]] = {}
-    for piece in example.pieces:
-        for name in piece.parameters:
-            users.setdefault((name, rank_of(piece)), set()).add(piece.key)
-    return {name for (name, _), keys in users.items() if len(keys) > 1}
-
-
-def _changed(example: Capture, changing: Collection[str]) -> set[str]:
-    """Return the names of buffers and parameters that a forward changes, as observed or as
-    recorded.
-
-    Both are needed: a buffer that follows a weight, for example, does not change before the weight
-    has changed.
-    """
-    return set(changing).union(*(piece.changes for piece in example.pieces))
-
-
 def _refuse_spread(
     example: Capture,
     holders: Mapping[str, Sequence[int]],
-    rank_of: Callable[[Piece], int],
-    changing: Collection[str],
+    rank_of: Mapping[str, int],
+    changed: Collection[str],
     tensors: Mapping[str, nn.Parameter],
 ) -> None:
     """Refuse tensors that several ranks use, if a forward changes them or if their gradient has a
@@ -552,9 +527,9 @@ def _refuse_spread(
 
     Only one rank would see the change, and each hook would see a part of the gradient.
     """
-    for name in _changed(example, changing):
+    for name in changed:
         used_at = {
-            rank_of(piece)
+            rank_of[piece.key]
             for piece in example.pieces
             if name in (*piece.buffers, *piece.parameters)
         }

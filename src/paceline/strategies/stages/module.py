@@ -3,7 +3,7 @@ names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,14 +15,15 @@ from paceline.strategies.tensor.run import TensorSplit
 from paceline.torch_private.autograd import version_of
 from paceline.torch_private.modules import own_buffers, own_parameters
 
+Run = Callable[..., tuple[torch.Tensor, ...]]
+
 
 class PieceModule(nn.Module):
     """The parameters of one piece, as a module that can be sharded and recomputed.
 
     Args:
-        split: Makes the function that runs a piece whose parameters are split over ranks; None if
-            they are whole.
-        apart: The parameters that several pieces use. The module of all pieces registers them.
+        apart: The parameters that other pieces use, too. Other modules register them.
+        run_of: Makes the function that runs a piece.
         runs_once: Whether the piece must not be recomputed in backward, because its code keeps its
             own state.
     """
@@ -30,17 +31,14 @@ class PieceModule(nn.Module):
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        split: Callable[[Piece], Callable[..., tuple[torch.Tensor, ...]]] | None = None,
-        apart: Mapping[str, nn.Parameter] | None = None,
+        apart: Mapping[str, nn.Parameter],
+        run_of: Callable[[Piece], Run],
         *,
         runs_once: bool = False,
     ) -> None:
         super().__init__()
-        self.split, self.apart, self.runs_once = split, dict(apart or {}), runs_once
-        self._wrap: Callable[[Piece, Callable[..., Any]], Callable[..., Any]] = lambda piece, run: (
-            run
-        )
-        self.runs: dict[int, tuple[Piece, Callable[..., tuple[torch.Tensor, ...]]]] = {}
+        self.apart, self.run_of, self.runs_once = apart, run_of, runs_once
+        self.runs: dict[int, tuple[Piece, Run]] = {}
         # The attributes of registered parameters, by the parameters' names in the model.
         self.attributes = {name: name_of_attribute(name) for name in parameters}
         for name, parameter in parameters.items():
@@ -54,22 +52,49 @@ class PieceModule(nn.Module):
 
         Returns:
             The piece's outputs, then the new values of buffers that it changes. The given buffers
-            are not changed, so that the piece can be recomputed.
+            are not changed, so that the piece can be recomputed. A parameter that the piece writes
+            to may be one of its outputs. Such an output is a copy, because the next micro-batch may
+            write to the parameter before the output is used.
         """
         if id(piece) not in self.runs:
-            self.runs[id(piece)] = (
-                piece,
-                self._wrap(piece, self.split(piece) if self.split else piece.run),
-            )
+            self.runs[id(piece)] = piece, self.run_of(piece)
+        _, run = self.runs[id(piece)]
         parameters = tuple(map(self.parameter_of, piece.parameters))
-        return run_purely(self.runs[id(piece)][1], piece, parameters, tensors)
+        if not piece.changes and not piece.opaque:
+            return run(*parameters, *tensors)
+        count = len(piece.buffers)
+        buffers = [
+            buffer.clone() if name in piece.changes else buffer
+            for name, buffer in zip(piece.buffers, tensors[:count], strict=True)
+        ]
+        versions = [version_of(parameter) for parameter in parameters]
+        outputs = run(*parameters, *buffers, *tensors[count:])
+        written = {
+            parameter.untyped_storage().data_ptr()
+            for parameter, version in zip(parameters, versions, strict=True)
+            if version_of(parameter) != version
+        }
+        if written:
+            outputs = tuple(
+                output.clone() if output.untyped_storage().data_ptr() in written else output
+                for output in outputs
+            )
+        return (
+            *outputs,
+            *(
+                buffer
+                for name, buffer in zip(piece.buffers, buffers, strict=True)
+                if name in piece.changes
+            ),
+        )
 
-    def wrap_runs(self, wrap: Callable[[Piece, Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap_runs(self, wrap: Callable[[Piece, Run], Run]) -> None:
         """Replace each piece's run by the result of `wrap(piece, run)`.
 
         Call it before any piece has run.
         """
-        self._wrap = wrap
+        run_of = self.run_of
+        self.run_of = lambda piece: wrap(piece, run_of(piece))
 
     def holds(self, names: Iterable[str]) -> bool:
         return all(name in self.apart or name in self.attributes for name in names)
@@ -81,47 +106,6 @@ class PieceModule(nn.Module):
         )
         assert parameter is not None
         return parameter
-
-
-def run_purely(
-    run: Callable[..., tuple[torch.Tensor, ...]],
-    piece: Piece,
-    parameters: Sequence[torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of a piece, then the new values of buffers that it changes. No given
-    buffer is changed.
-
-    A parameter that the piece writes to may be one of its outputs. Such an output is a copy,
-    because the next micro-batch may write to the parameter before the output is used.
-    """
-    if not piece.changes and not piece.opaque:
-        return run(*parameters, *tensors)
-    count = len(piece.buffers)
-    buffers = [
-        buffer.clone() if name in piece.changes else buffer
-        for name, buffer in zip(piece.buffers, tensors[:count], strict=True)
-    ]
-    versions = [version_of(parameter) for parameter in parameters]
-    outputs = run(*parameters, *buffers, *tensors[count:])
-    written = {
-        parameter.untyped_storage().data_ptr()
-        for parameter, version in zip(parameters, versions, strict=True)
-        if version_of(parameter) != version
-    }
-    if written:
-        outputs = tuple(
-            output.clone() if output.untyped_storage().data_ptr() in written else output
-            for output in outputs
-        )
-    return (
-        *outputs,
-        *(
-            buffer
-            for name, buffer in zip(piece.buffers, buffers, strict=True)
-            if name in piece.changes
-        ),
-    )
 
 
 class PieceModules(nn.Module):
@@ -141,7 +125,7 @@ class PieceModules(nn.Module):
         split: TensorSplit,
     ) -> None:
         super().__init__()
-        self.split = split
+        self.run_of = split.runner
         self.pieces = nn.ModuleList(pieces.values())
         for name, parameter in lone.items():
             self.register_parameter(name_of_attribute(name), parameter)
@@ -149,7 +133,7 @@ class PieceModules(nn.Module):
         # batch are not.
         self.by_key, self.keeps_changes = dict(pieces), True
         # The module of each piece by the piece's id. The entry keeps the piece alive.
-        self._holders: dict[int, tuple[Piece, PieceModule | None]] = {}
+        self._holders: dict[int, tuple[Piece, PieceModule]] = {}
         self.buffers_at: dict[str, tuple[nn.Module, str]] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             for name in own_buffers(module):
@@ -167,7 +151,7 @@ class PieceModules(nn.Module):
         ]
         module = self._module_of(piece)
         if not piece.changes:
-            return self._outputs(module, piece, buffers, inputs)
+            return module(piece, *buffers, *inputs)
         # Copies are needed, because a later forward must not change tensors that an earlier one
         # keeps for its backward.
         buffer_inputs = [
@@ -176,11 +160,11 @@ class PieceModules(nn.Module):
         ]
         edited = (
             []
-            if module is None or self.keeps_changes
+            if self.keeps_changes
             else [module.parameter_of(name) for name in piece.parameters if name in piece.changes]
         )
         before = [parameter.detach().clone() for parameter in edited]
-        outputs = self._outputs(module, piece, buffer_inputs, inputs)
+        outputs = module(piece, *buffer_inputs, *inputs)
         count = len(piece.outputs)
         changed = [
             buffer
@@ -204,41 +188,22 @@ class PieceModules(nn.Module):
             if module is not None:
                 module.runs.pop(id(piece), None)
 
-    def _outputs(
-        self,
-        module: PieceModule | None,
-        piece: Piece,
-        buffers: Sequence[torch.Tensor],
-        inputs: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of a piece, then the buffers that it changes; see `run_purely`."""
-        if module is not None:
-            return module(piece, *buffers, *inputs)
-        parameters = tuple(map(self.parameter_of, piece.parameters))
-        return run_purely(self._run_of(piece), piece, parameters, (*buffers, *inputs))
-
-    def _module_of(self, piece: Piece) -> PieceModule | None:
-        if id(piece) not in self._holders:
-            self._holders[id(piece)] = piece, self._find_module(piece)
-        return self._holders[id(piece)][1]
-
-    def _find_module(self, piece: Piece) -> PieceModule | None:
-        """Return the module that holds the weights of a piece.
+    def _module_of(self, piece: Piece) -> PieceModule:
+        """Return a module that has the weights of a piece.
 
         That is the one with the piece's key, or another one, because an evaluation may use the same
-        weights at other places. None if the weights are in several modules, or if there are none.
+        weights at other places. If the weights are in several modules, or if there are none, it is
+        a new one that registers nothing.
         """
-        home = self.by_key.get(piece.key)
-        if home is not None and home.holds(piece.parameters):
-            return home
-        return next(
-            (
-                module
-                for module in self.by_key.values()
-                if piece.parameters and module.holds(piece.parameters)
-            ),
-            None,
-        )
+        if id(piece) not in self._holders:
+            home = [self.by_key[piece.key]] if piece.key in self.by_key else []
+            others = self.by_key.values() if piece.parameters else ()
+            module = next((m for m in (*home, *others) if m.holds(piece.parameters)), None)
+            if module is None:
+                apart = {name: self.parameter_of(name) for name in piece.parameters}
+                module = PieceModule({}, apart, self.run_of)
+            self._holders[id(piece)] = piece, module
+        return self._holders[id(piece)][1]
 
     def parameter_of(self, name: str) -> nn.Parameter:
         """Return a parameter by its name in the model."""
@@ -246,6 +211,3 @@ class PieceModules(nn.Module):
             (module.parameter_of(name) for module in self.by_key.values() if module.holds([name])),
             getattr(self, name_of_attribute(name), None),
         )  # type: ignore[return-value]
-
-    def _run_of(self, piece: Piece) -> Callable[..., tuple[torch.Tensor, ...]]:
-        return self.split.runner(piece) if self.split.touches(piece) else piece.run

@@ -117,8 +117,10 @@ class TensorSplit:
             ]
         )
 
-    def runner(self, piece: Piece) -> SplitPiece:
-        assert self.mesh is not None
+    def runner(self, piece: Piece) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Return the function that runs a piece with the parameters that this rank holds."""
+        if self.mesh is None or not self.touches(piece):
+            return piece.run
         return SplitPiece(piece, self.mesh, dict(self.cuts), sequence=piece.key in self.sequence)
 
     def report(self, tensors: Mapping[str, nn.Parameter]) -> Report:
