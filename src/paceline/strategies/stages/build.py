@@ -30,11 +30,8 @@ from paceline.strategies.stages.layout import (
     Stages,
     first_names,
     hollow,
-    kept_whole,
     renamed,
 )
-from paceline.strategies.tensor.piece import CutRules
-from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.run import TensorSplit, derive
 from paceline.torch_private.modules import own_parameters
 
@@ -86,19 +83,15 @@ def lay_out(
         )
     split = TensorSplit()
     if plan.axes.tensor > 1:
-        buffers = dict(model.named_buffers(remove_duplicate=False))
         with use.context(), use.running(), state_kept(model):
             inputs = captured.example.bind(*use.example(EXAMPLE_SAMPLES).arguments())
             split = derive(
+                model,
                 captured.example,
-                dict(model.named_parameters()),
-                buffers,
                 inputs,
                 mesh.devices(device.type)["tensor"],
                 batches=basis.microbatch_samples / EXAMPLE_SAMPLES,
-                rules=CutRules(
-                    published(model), kept_whole(model, captured.example), plan.axes.shard > 1
-                ),
+                sharded=plan.axes.shard > 1,
             )
     with use.running():
         stages = Stages(

@@ -25,9 +25,9 @@ from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
 from paceline.strategies.stages.module import PieceModule, PieceModules
 from paceline.strategies.stages.schedule import Action
 from paceline.strategies.tensor.leaf import leaf_of
-from paceline.strategies.tensor.run import TensorSplit
+from paceline.strategies.tensor.run import TensorSplit, has_hooks
 from paceline.torch_private import pytree
-from paceline.torch_private.autograd import accumulated_hooks, gradient_hooks
+from paceline.torch_private.autograd import accumulated_hooks
 from paceline.torch_private.fake_tensors import FakeTensorMode
 from paceline.torch_private.modules import own_parameters
 
@@ -54,20 +54,6 @@ def renamed(capture: Capture, first_name: Mapping[str, str]) -> Capture:
             replace(piece, parameters=tuple(first_name[name] for name in piece.parameters))
             for piece in capture.pieces
         ),
-    )
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether the user has registered hooks on the parameter's gradient."""
-    return bool(gradient_hooks(parameter) or accumulated_hooks(parameter))
-
-
-def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
-    """Return the names of parameters that every rank must hold whole, with the reason."""
-    hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
-    changed = set().union(*(piece.changes for piece in capture.pieces))
-    return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
-        changed, "the forward changes it in place"
     )
 
 

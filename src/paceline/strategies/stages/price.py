@@ -41,12 +41,10 @@ from paceline.strategies.stages.assignment import (
 from paceline.strategies.stages.cost import RankCost, StageCost, StageMessage
 from paceline.strategies.stages.engine import Staged, cut
 from paceline.strategies.stages.keys import splits_backward
-from paceline.strategies.stages.layout import first_names, kept_whole, renamed
+from paceline.strategies.stages.layout import first_names, renamed
 from paceline.strategies.stages.ledger import PieceMemory
 from paceline.strategies.stages.repeats import RepeatedBlocks
-from paceline.strategies.tensor.piece import CutRules
-from paceline.strategies.tensor.published import published
-from paceline.strategies.tensor.run import TensorSplit
+from paceline.strategies.tensor.run import TensorSplit, derive
 from paceline.torch_private.pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
@@ -84,6 +82,8 @@ class SplitJob:
         with kept_generators(), shortened(self.model, self.chains):
             self.model.train()
             self.first_name = first_names(self.model)
+            self.parameters = dict(self.model.named_parameters())
+            self.buffers = dict(self.model.named_buffers(remove_duplicate=False))
             if not each:
                 self.opaque = RepeatedBlocks(self.model)
             with autocast(job):
@@ -276,7 +276,7 @@ class SplitJob:
             return WHOLE
         key = plan.axes.tensor, samples, plan.axes.shard > 1
         if key not in self._splits:
-            from paceline.strategies.tensor.dry_run import split_on_paper
+            from paceline.strategies.tensor.dry_run import PaperMesh, try_on_paper
 
             args, kwargs = _arguments(self._batch(EXAMPLE_SAMPLES)[0])
             inputs = {
@@ -284,18 +284,14 @@ class SplitJob:
                 for name, t in self.example.bind(args, kwargs).items()
             }
             with kept_generators(), autocast(self.job):
-                self._splits[key] = split_on_paper(
+                self._splits[key] = derive(
+                    self.model,
                     self.example,
-                    dict(self.model.named_parameters()),
-                    dict(self.model.named_buffers(remove_duplicate=False)),
                     inputs,
-                    plan.axes.tensor,
+                    PaperMesh(plan.axes.tensor),
                     batches=samples / EXAMPLE_SAMPLES,
-                    rules=CutRules(
-                        published(self.model),
-                        kept_whole(self.model, self.example),
-                        plan.axes.shard > 1,
-                    ),
+                    sharded=plan.axes.shard > 1,
+                    tried=try_on_paper,
                 )
         return self._splits[key]
 
@@ -351,16 +347,14 @@ class SplitJob:
         """
         from paceline.strategies.tensor.dry_run import program_of
 
-        parameters = dict(self.model.named_parameters())
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with self.built.symbolic():
             inputs = _inputs(piece, capture)
         return program_of(
             piece,
             split,
             [
-                *(parameters[name] for name in piece.parameters),
-                *(buffers[name] for name in piece.buffers),
+                *(self.parameters[name] for name in piece.parameters),
+                *(self.buffers[name] for name in piece.buffers),
                 *inputs,
             ],
         )
@@ -383,12 +377,10 @@ class SplitJob:
         """
         if piece.opaque:  # its code may keep its arguments
             return self._guess(piece, capture)
-        parameters = dict(self.model.named_parameters())
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         weights = {
             name: nn.Parameter(
-                split.empty_part(name, parameters[name]),
-                requires_grad=parameters[name].requires_grad,
+                split.empty_part(name, self.parameters[name]),
+                requires_grad=self.parameters[name].requires_grad,
             )
             for name in piece.parameters
         }
@@ -398,7 +390,7 @@ class SplitJob:
             for name, tensor in zip(piece.inputs, inputs, strict=True)
         ]
         recorder = WorkRecorder()
-        recorder.ignore([*weights.values(), *buffers.values(), *inputs, *taken])
+        recorder.ignore([*weights.values(), *self.buffers.values(), *inputs, *taken])
         for name, parameter in weights.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
@@ -410,7 +402,7 @@ class SplitJob:
                 run = piece.run if program is None else program[0]
                 with spared:
                     outputs = run(
-                        *weights.values(), *(buffers[name] for name in piece.buffers), *taken
+                        *weights.values(), *(self.buffers[name] for name in piece.buffers), *taken
                     )
                 num_ahead = 0 if program is None else len(program[1].sent)
                 recorder.outputs[0] = sum(t.numel() * t.element_size() for t in outputs)
@@ -428,14 +420,15 @@ class SplitJob:
     def _guess(self, piece: Piece, capture: Capture) -> Segment:
         """Estimate the cost of a piece that can't run on fake tensors, from the size of its
         results."""
-        parameters = dict(self.model.named_parameters())
         output_bytes = sum(capture.values[name].num_bytes for name in piece.outputs)
         return Segment(
             piece.key,
             kept_bytes=Affine(INSIDE_OF_OPAQUE * output_bytes),
             output_bytes=Affine(output_bytes),
             gradients=tuple(
-                name for name in dict.fromkeys(piece.parameters) if parameters[name].requires_grad
+                name
+                for name in dict.fromkeys(piece.parameters)
+                if self.parameters[name].requires_grad
             ),
         )
 

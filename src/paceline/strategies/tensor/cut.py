@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,17 @@ class Cut:
     def divides(self, length: int, ranks: int) -> bool:
         return length % (self.blocks * ranks) == 0
 
-    def local_slice(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Return this rank's part of a whole tensor. It is a view if there is one block."""
-        length = tensor.shape[self.dim] // (self.blocks * mesh.size())
+    def part_shape(self, shape: Sequence[int], ranks: int) -> list[int]:
+        """Return the shape of a rank's part of a tensor of this shape."""
+        return [length // ranks if dim == self.dim else length for dim, length in enumerate(shape)]
+
+    def local_slice(self, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+        """Return a rank's part of a whole tensor. It is a view if there is one block."""
+        length = tensor.shape[self.dim] // (self.blocks * ranks)
+        if self.blocks == 1:
+            return tensor.narrow(self.dim, rank * length, length)
         parts = tensor.unflatten(self.dim, (self.blocks, -1))
-        return parts.narrow(self.dim + 1, mesh.get_local_rank() * length, length).flatten(
-            self.dim, self.dim + 1
-        )
+        return parts.narrow(self.dim + 1, rank * length, length).flatten(self.dim, self.dim + 1)
 
 
 def cut_of_placement(placement: Any) -> Cut | None:

@@ -6,18 +6,17 @@ computes a different result than the whole piece; this module does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.model.cost.profile import Exchange
-from paceline.model.graph import Capture, Piece
+from paceline.model.graph import Piece
 from paceline.strategies.tensor.exchange import Exchanges
 from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.program import Program
-from paceline.strategies.tensor.run import TensorSplit, derive, why_whole
+from paceline.strategies.tensor.run import TensorSplit, why_whole
 
 
 class PaperMesh(DeviceMesh):
@@ -43,47 +42,29 @@ class Counted(Exchanges):
         self.sent: list[Exchange] = []
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self.sent.append(Exchange("all_reduce", _num_bytes(x)))
+        self.sent.append(Exchange("all_reduce", x.nbytes))
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        self.sent.append(Exchange("all_gather", _num_bytes(whole)))
+        self.sent.append(Exchange("all_gather", whole.nbytes))
 
     def reduce_scatter(self, part: torch.Tensor, whole: torch.Tensor) -> None:
-        self.sent.append(Exchange("reduce_scatter", _num_bytes(whole)))
+        self.sent.append(Exchange("reduce_scatter", whole.nbytes))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Record an all-gather with `sent` as the whole tensor, for which a rank sends as many
         bytes."""
-        self.sent.append(Exchange("all_gather", _num_bytes(sent)))
+        self.sent.append(Exchange("all_gather", sent.nbytes))
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def split_on_paper(
-    capture: Capture,
-    tensors: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, torch.Tensor],
-    ranks: int,
-    **options: Any,
-) -> TensorSplit:
-    """Return the split that a run over `ranks` ranks would use.
-
-    All tensors are fake. options: see `derive`.
-    """
-    return derive(capture, tensors, buffers, inputs, PaperMesh(ranks), tried=_recorded, **options)
-
-
-def _recorded(
+def try_on_paper(
     run: SplitPiece,
     weights: list[torch.Tensor],
     buffers: list[torch.Tensor],
     inputs: list[torch.Tensor],
     trained: list[bool],
 ) -> tuple[list[torch.Tensor], str | None]:
-    """Try to split a piece; see `Tried`. A piece that can be recorded can be split."""
+    """Try to split a piece, on fake tensors; see `Tried`. A piece that can be recorded can be
+    split."""
     with torch.no_grad():
         outputs = list(run.piece.run(*weights, *buffers, *inputs))
     leaves = [

@@ -245,16 +245,10 @@ class Exchanges:
         def part(
             x: torch.Tensor,
         ) -> torch.Tensor:  # never a view, which could not be edited in place
-            return self._local_slice(x, cut).clone(memory_format=torch.contiguous_format)
+            mine = cut.local_slice(x, self.rank, self.size)
+            return mine.clone(memory_format=torch.contiguous_format)
 
         return part
-
-    def _local_slice(self, x: torch.Tensor, cut: Cut) -> torch.Tensor:
-        length = x.shape[cut.dim] // (cut.blocks * self.size)
-        if cut.blocks == 1:
-            return x.narrow(cut.dim, self.rank * length, length)
-        parts = x.unflatten(cut.dim, (cut.blocks, -1))
-        return parts.narrow(cut.dim + 1, self.rank * length, length).flatten(cut.dim, cut.dim + 1)
 
     def summed(self, mean: bool = False, *, in_place: bool = False) -> Function:
         def total(x: torch.Tensor) -> torch.Tensor:
@@ -290,10 +284,8 @@ class Exchanges:
     def swap(self, before: Cut, after: Cut) -> Function:
         """Return a function that turns a part by one cut into the part by another cut."""
         if before.blocks > 1 or after.blocks > 1 or before.dim == after.dim:
-            gathered = self.gather(before)
-            return lambda x: self._local_slice(gathered(x), after).clone(
-                memory_format=torch.contiguous_format
-            )
+            gathered, part = self.gather(before), self.local_slice(after)
+            return lambda x: part(gathered(x))
 
         def swapped(x: torch.Tensor) -> torch.Tensor:
             sent = x.unflatten(after.dim, (self.size, -1)).movedim(after.dim, 0).contiguous()

@@ -113,7 +113,7 @@ class SplitPiece:
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a parameter that is cut."""
         if self.derive:
-            return self.cuts[name].local_slice(tensor, self.mesh)
+            return self.cuts[name].local_slice(tensor, self.exchanges.rank, self.exchanges.size)
         leaf = leaf_of(tensor)
         return local_part(tensor) if leaf is None else leaf
 
@@ -155,11 +155,8 @@ class SplitPiece:
         name = self.parameter_of.get(node)
         cut = self.cuts.get(name) if name is not None else None
         if cut is not None:
-            shape = [
-                length // self.mesh.size() if dim == cut.dim else length
-                for dim, length in enumerate(tensor.shape)
-            ]
-            return self.recorder.input(self.recorder.empty(shape, tensor), cut, trained=trained)
+            part = self.recorder.empty(cut.part_shape(tensor.shape, self.mesh.size()), tensor)
+            return self.recorder.input(part, cut, trained=trained)
         placement = self._between_pieces(self.inputs.get(node))
         value = self.recorder.input(
             self.recorder.fake_of(tensor), placement, trained=trained, is_weight=name is not None

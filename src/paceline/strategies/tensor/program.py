@@ -219,10 +219,9 @@ class ProgramRecorder:
                     f"{tuple(value.shape)} doesn't divide by {size} along dim {placement.dim}"
                 )
             move = self.exchanges.between(value.placement, placement)
-            shape = [
-                length // size if isinstance(placement, Cut) and dim == placement.dim else length
-                for dim, length in enumerate(value.shape)
-            ]
+            shape: Sequence[int] = value.shape
+            if isinstance(placement, Cut):
+                shape = placement.part_shape(shape, size)
             local = self.empty(shape, value.local)
             self._moved[value.ref, placement] = self._placed(
                 self._add(move, (value.ref,), {}), local, placement, trained=value.trained

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +60,8 @@ def run_by_rule(
         with watch, watch.moves():
             result = target(*arguments[0], **arguments[1])
         parts = pytree.tree_map_only(DTensor, part_of, result)
-        results = None if watch.moved_any() else _alone(target, args, kwargs, watch)
+        moves = any(isinstance(step, _Moved) for step in watch.steps)
+        results = None if moves else _alone(target, args, kwargs, watch)
     if results is not None:
         kinds = {
             id(leaf): watch.placement(part)
@@ -108,14 +110,19 @@ def _alone(target: Callable[..., Any], args: Any, kwargs: Any, watch: _Watch) ->
     return result if same else None
 
 
+@dataclass(frozen=True, eq=False)
 class _Moved:
-    def __init__(self, before: torch.Tensor, after: torch.Tensor, placement: Placement) -> None:
-        self.before, self.after, self.placement = before, after, placement
+    before: torch.Tensor
+    after: torch.Tensor
+    placement: Placement
 
 
+@dataclass(frozen=True, eq=False)
 class _Ran:
-    def __init__(self, target: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.target, self.args, self.kwargs, self.result = target, args, kwargs, result
+    target: Any
+    args: Any
+    kwargs: Any
+    result: Any
 
     def shown(self) -> tuple[Any, str]:
         """Return the operator and its arguments, with shapes in place of tensors."""
@@ -138,9 +145,6 @@ class _Watch(TorchDispatchMode):
         self._placements: dict[int, Placement] = {}
         self._inside = False
 
-    def moved_any(self) -> bool:
-        return any(isinstance(step, _Moved) for step in self.steps)
-
     def placement(self, part: torch.Tensor) -> Placement:
         if id(part) not in self._placements:
             raise not_in_parts("DTensor runs several operators for one")
@@ -162,7 +166,7 @@ class _Watch(TorchDispatchMode):
                 if isinstance(leaf, DTensor):
                     part = part_of(leaf)
                     self._note(part)
-                    self._placements[id(part)] = _placement_of(leaf)
+                    self._placements[id(part)] = _as_placement(leaf.placements[0])
             return result
         result = func(*args, **kwargs)
         inputs = pytree.tensor_leaves((args, kwargs))
@@ -191,10 +195,6 @@ class _Watch(TorchDispatchMode):
 
         with replaced_moves(moved):
             yield
-
-
-def _placement_of(tensor: Any) -> Placement:
-    return _as_placement(tensor.placements[0])
 
 
 def _as_placement(placement: Any) -> Placement:

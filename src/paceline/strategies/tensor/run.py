@@ -25,7 +25,9 @@ from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.leaf import give_leaf
 from paceline.strategies.tensor.piece import SEQUENCE, CutRules, SplitPiece
+from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.report import pattern, report
+from paceline.torch_private.autograd import accumulated_hooks, gradient_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -110,12 +112,7 @@ class TensorSplit:
         cut = self.cuts.get(name)
         if cut is None or self.mesh is None:
             return torch.empty_like(whole)
-        return whole.new_empty(
-            [
-                length // self.mesh.size() if dim == cut.dim else length
-                for dim, length in enumerate(whole.shape)
-            ]
-        )
+        return whole.new_empty(cut.part_shape(whole.shape, self.mesh.size()))
 
     def runner(self, piece: Piece) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Return the function that runs a piece with the parameters that this rank holds."""
@@ -146,7 +143,7 @@ class TensorSplit:
         for name in [name for name in tensors if name in self.cuts]:
             assert self.mesh is not None
             cut = self.cuts[name]
-            part = cut.local_slice(tensors[name].data, self.mesh)
+            part = cut.local_slice(tensors[name].data, self.mesh.get_local_rank(), self.mesh.size())
             parameters[name] = nn.Parameter(
                 _distributed(part, self.mesh, cut, device or part.device),
                 requires_grad=tensors[name].requires_grad,
@@ -184,29 +181,30 @@ def _distributed(
 
 
 def derive(
+    model: nn.Module,
     capture: Capture,
-    tensors: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
     inputs: Mapping[str, torch.Tensor],
     mesh: DeviceMesh,
     *,
-    rules: CutRules,
-    batches: float = 1.0,
+    sharded: bool,
+    batches: float,
     tried: Tried | None = None,
 ) -> TensorSplit:
     """Split the model's pieces over a mesh of one dim, and check each piece on the example.
     Collective.
 
     Args:
-        tensors: The whole parameters of the model. Each piece moves its own to the device of the
-            inputs for a short time.
+        model: The model with its whole parameters. Each piece moves its own to the device of the
+            inputs for a short time. A piece that can't run as the model wishes is split without its
+            wishes.
         inputs: The inputs of the example, by name.
-        rules: The rules for cutting. A piece that can't run as the model wishes is split without
-            its wishes.
+        sharded: Whether FSDP2 will cut the resulting parts.
         batches: The size of a micro-batch divided by that of the example.
         tried: Replaces the comparison of a split piece with the whole one.
     """
-    forbidden, tried = dict(rules.forbidden), tried or _compare
+    tensors = dict(model.named_parameters())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    wishes, forbidden, tried = published(model), kept_whole(model, capture), tried or _compare
     while True:
         derived = _derive(
             capture,
@@ -214,7 +212,7 @@ def derive(
             buffers,
             inputs,
             partial(SplitPiece, mesh=mesh, derive=True),
-            replace(rules, forbidden=forbidden),
+            CutRules(wishes, forbidden, sharded),
             batches,
             tried,
         )
@@ -231,6 +229,20 @@ def derive(
             notes = tuple(dict.fromkeys(map(pattern, derived.notes)))
             return TensorSplit(mesh, derived.cuts, frozenset(derived.sequence), reasons, notes)
         forbidden |= dict.fromkeys(clash, "another module that uses it can't run split")
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the user has registered hooks on the parameter's gradient."""
+    return bool(gradient_hooks(parameter) or accumulated_hooks(parameter))
+
+
+def kept_whole(model: nn.Module, capture: Capture) -> dict[str, str]:
+    """Return the names of parameters that every rank must hold whole, with the reason."""
+    hooked = [name for name, p in model.named_parameters() if has_hooks(p)]
+    changed = set().union(*(piece.changes for piece in capture.pieces))
+    return dict.fromkeys(hooked, "its gradient has a hook, which expects it whole") | dict.fromkeys(
+        changed, "the forward changes it in place"
+    )
 
 
 @dataclass
