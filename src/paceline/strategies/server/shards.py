@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from paceline.base.errors import PlanError
 
@@ -42,18 +42,20 @@ class ServedParameter:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.item_bytes
 
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
 
-@dataclass(frozen=True, slots=True)
-class RowSlice:
+    def rows(self, start: int, stop: int) -> RowSlice:
+        return RowSlice(**asdict(self), start=start, stop=stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSlice(ServedParameter):
     """Consecutive rows of a parameter along dim 0. A scalar has one row, which is the whole."""
 
-    name: str
-    shape: tuple[int, ...]  # of the whole parameter
-    dtype: str
-    item_bytes: int
     start: int
     stop: int
-    optimizer: str = ""  # name of the optimizer that updates it, in a job with several
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -108,9 +110,9 @@ class Shard:
     # The last parameter of the model comes first, in the order of backward; with several
     # optimizers, one optimizer after the other.
     slices: tuple[RowSlice, ...]
-    chunks: tuple[Chunk, ...] = field(default=())  # in the same order
+    chunks: tuple[Chunk, ...] = ()  # in the same order
     # Parameters of which single rows are sent, and which are in no chunk; in the model's order.
-    tables: tuple[RowSlice, ...] = field(default=())
+    tables: tuple[RowSlice, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -164,43 +166,29 @@ def assign(
     whole: list[int] = []
 
     def put(server: int, number: int, start: int, stop: int) -> None:
-        parameter = parameters[number]
-        part = RowSlice(
-            parameter.name,
-            parameter.shape,
-            parameter.dtype,
-            parameter.item_bytes,
-            start,
-            stop,
-            parameter.optimizer,
-        )
+        part = parameters[number].rows(start, stop)
         pieces[server].append((number, part))
         loads[server] += part.num_bytes
 
     for number, parameter in enumerate(parameters):
-        rows = parameter.shape[0] if parameter.shape else 1
+        rows = parameter.num_rows
         if (
             parameter.may_split
             and rows > 1
             and parameter.num_bytes > _SMALL * fair_bytes
             and num_servers > 1
         ):
-            emptiest = sorted(range(num_servers), key=lambda server: (loads[server], server))
+            by_load = sorted(range(num_servers), key=lambda server: (loads[server], server))
             # The servers with least get the remaining rows.
-            for place, server in enumerate(emptiest):
+            for place, server in enumerate(by_load):
                 start, stop = (rows * (num_servers - k) // num_servers for k in (place + 1, place))
                 if start < stop:
                     put(server, number, start, stop)
         else:
             whole.append(number)
     for number in sorted(whole, key=lambda number: (-parameters[number].num_bytes, number)):
-        parameter = parameters[number]
-        put(
-            min(range(num_servers), key=lambda server: (loads[server], server)),
-            number,
-            0,
-            parameter.shape[0] if parameter.shape else 1,
-        )
+        emptiest = min(range(num_servers), key=lambda server: (loads[server], server))
+        put(emptiest, number, 0, parameters[number].num_rows)
     if not all(loads) and not tables:
         kind = (
             "rows of parameters"
@@ -228,13 +216,8 @@ def assign(
             slices,
             _chunks(slices, compress, chunk_bytes),
             tuple(
-                RowSlice(
-                    table.name,
-                    table.shape,
-                    table.dtype,
-                    table.item_bytes,
-                    table.shape[0] * k // num_servers,
-                    table.shape[0] * (k + 1) // num_servers,
+                table.rows(
+                    table.num_rows * k // num_servers, table.num_rows * (k + 1) // num_servers
                 )
                 for table in tables
             ),
@@ -289,10 +272,11 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
     are complete."""
     chunks: list[tuple[int, Chunk]] = []
     starts = dict.fromkeys((part.dtype for part in slices), 0)
-    for dtype, optimizer in dict.fromkeys((part.dtype, part.optimizer) for part in slices):
+    held = [(number, part) for number, part in enumerate(slices) if part.numel]
+    for dtype, optimizer in dict.fromkeys((part.dtype, part.optimizer) for _, part in held):
         alike = [
             (number, part)
-            for number, part in enumerate(slices)
+            for number, part in held
             if (part.dtype, part.optimizer) == (dtype, optimizer)
         ]
         wire_dtype, item_bytes = wire_format(dtype, alike[0][1].item_bytes, compress)
@@ -305,7 +289,9 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
                 taken = min(part.numel - offset, most - used)
                 spans.append(ChunkSpan(number, offset, offset + taken))
                 offset, used = offset + taken, used + taken
-                if used == most or (offset == part.numel and used * item_bytes >= _CLOSED_BYTES):
+                is_end = offset == part.numel
+                is_last = number == alike[-1][0]
+                if used == most or (is_end and (is_last or used * item_bytes >= _CLOSED_BYTES)):
                     chunk = Chunk(
                         dtype,
                         wire_dtype,
@@ -317,12 +303,7 @@ def _chunks(slices: Sequence[RowSlice], compress: str, chunk_bytes: int) -> tupl
                     )
                     chunks.append((number, chunk))
                     start, used, spans = start + used, 0, []
-        if used:
-            last = Chunk(
-                dtype, wire_dtype, start, start + used, used * item_bytes, tuple(spans), optimizer
-            )
-            chunks.append((alike[-1][0], last))
-        starts[dtype] = start + used
+        starts[dtype] = start
     return tuple(chunk for _, chunk in sorted(chunks, key=lambda item: item[0]))
 
 
