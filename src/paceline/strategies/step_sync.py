@@ -60,19 +60,26 @@ class SyncedFigures:
 
 @runtime_checkable
 class StepSync(Protocol):
-    """Synchronises the figures of steps. All ranks call it in the same way in every step."""
+    """Synchronises the figures of steps. All ranks call it in the same way in every step.
+
+    What a class that inherits from it leaves out is that of ranks that all meet in every step.
+    """
 
     # Whether a replica updates its weights with the gradient of its own samples alone, and with its
     # own optimizer state.
-    has_own_steps: bool
+    has_own_steps: bool = False
     world_size: int  # number of ranks whose figures `all_reduce_figures` sums
-    met_bytes: float  # bytes that this rank has sent so far to agree on figures
+    met_bytes: float = 0.0  # bytes that this rank has sent so far to agree on figures
 
     def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
         """Sum the figures of all ranks whose gradients are part of an update.
 
         figures: loss, count, flags; float64.
         """
+        if self.world_size > 1:
+            dist.all_reduce(figures)
+            self.met_bytes += all_reduce_bytes(figures.nbytes, self.world_size)
+        return figures
 
     def end_step(
         self, step: int, figures: StepFigures, beat: Callable[[str], None]
@@ -86,53 +93,33 @@ class StepSync(Protocol):
         Returns:
             The synchronised figures; None if the ranks don't meet after this step.
         """
+        return SyncedFigures([(figures.loss, figures.count)], figures, 1.0)
 
     def finalize(self, step: int) -> SyncedFigures | None:
         """End the run.
 
         On return, all replicas hold the same weights. Returns None if no meeting was left.
         """
+        return None
 
     def drain(self) -> None:
         """Wait for pending communication, before ranks communicate for another purpose."""
+        return
 
     def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the weights that all replicas share, in place of those that this rank trains.
 
         The shared weights count as the run's.
         """
-
-    def global_weights_in_place(self) -> AbstractContextManager[None]:
-        """Let the model compute with the shared weights while the context is entered."""
-
-
-class SyncEveryStep:
-    """The step synchronisation of plans whose ranks all meet in every step."""
-
-    has_own_steps = False
-
-    def __init__(self, world_size: int) -> None:
-        self.world_size, self.met_bytes = world_size, 0.0
-
-    def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
-        if self.world_size > 1:
-            dist.all_reduce(figures)
-            self.met_bytes += all_reduce_bytes(figures.nbytes, self.world_size)
-        return figures
-
-    def end_step(
-        self, step: int, figures: StepFigures, beat: Callable[[str], None]
-    ) -> SyncedFigures | None:
-        return SyncedFigures([(figures.loss, figures.count)], figures, 1.0)
-
-    def finalize(self, step: int) -> SyncedFigures | None:
-        return None
-
-    def drain(self) -> None:
-        """Do nothing: no communication is pending between steps."""
-
-    def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return weights
 
     def global_weights_in_place(self) -> AbstractContextManager[None]:
+        """Let the model compute with the shared weights while the context is entered."""
         return nullcontext()
+
+
+class SyncEveryStep(StepSync):
+    """The step synchronisation of plans whose ranks all meet in every step."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
