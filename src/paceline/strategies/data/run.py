@@ -10,7 +10,7 @@ the rank, whole or sharded, so that any axis can be nested inside.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -92,28 +92,20 @@ class GradientBuckets:
         )
         self.names, self.parameters = list(parameters), list(parameters.values())
         trained, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
-        sizes = [local_part(p).numel() * p.element_size() for p in trained]
         # Gradients of shards arrive on the stream on which they were reduced, and whole gradients
         # on that of backward. A bucket that waits for the last gradient of one kind must not delay
         # gradients of the other kind.
         kinds = [
             (p.dtype, p.device, is_part) for p, is_part in zip(trained, self.is_part, strict=True)
         ]
-        self.indices = assign(sizes, kinds)
+        self.indices, self.reduction, self.views = bucketed(
+            trained, kinds, group, compress=compress
+        )
         self.buckets = [[trained[index] for index in bucket] for bucket in self.indices]
         self.bucket_of = {
             index: number for number, bucket in enumerate(self.indices) for index in bucket
         }
-        self.reduction = reduce_buckets(
-            [[local_part(p) for p in bucket] for bucket in self.buckets], group, compress=compress
-        )
         self.memory = self.reduction.memory
-        of_index = {
-            index: view
-            for indices, bucket, flat in zip(self.indices, self.buckets, self.memory, strict=True)
-            for index, view in zip(indices, views(bucket, flat), strict=True)
-        }
-        self.views = [of_index[index] for index in range(len(trained))]
         placed = list(zip(trained, self.views, self.is_part, strict=True))
         self.whole = [(p, view) for p, view, is_part in placed if not is_part]
         self.parts = [(p, view) for p, view, is_part in placed if is_part]
@@ -268,21 +260,40 @@ class GradientBuckets:
         self.sparse.finish()
 
 
-def reduce_buckets(
-    buckets: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup, *, compress: str
-) -> Reduction:
-    """Return the reduction that sums buckets of tensors over a group, compressed or not.
+def bucketed(
+    tensors: Sequence[torch.Tensor],
+    kinds: Sequence[Hashable],
+    group: dist.ProcessGroup,
+    *,
+    compress: str,
+) -> tuple[list[list[int]], Reduction, list[torch.Tensor]]:
+    """Put what is to be summed over a group into buckets, compressed or not. Collective.
 
-    Collective.
+    Args:
+        tensors: Each has the shape and the strides of what is summed.
+        kinds: See `buckets.assign`.
+
+    Returns:
+        The indices of each bucket, the reduction that sums them, and the part of its memory for
+        each tensor.
     """
+    parts = [local_part(tensor) for tensor in tensors]
+    indices = assign([part.nbytes for part in parts], kinds)
+    buckets = [[parts[index] for index in bucket] for bucket in indices]
     like = [bucket[0] for bucket in buckets]
+    reduction: Reduction
     if compress == "none":
-        return Uncompressed(
-            like, [sum(tensor.numel() for tensor in bucket) for bucket in buckets], group
-        )
-    return Compressed(
-        compress, like, [[_as_matrix(tensor) for tensor in bucket] for bucket in buckets], group
-    )
+        sizes = [sum(part.numel() for part in bucket) for bucket in buckets]
+        reduction = Uncompressed(like, sizes, group)
+    else:
+        shapes = [[_as_matrix(part) for part in bucket] for bucket in buckets]
+        reduction = Compressed(compress, like, shapes, group)
+    of_index = {
+        index: view
+        for bucket, flat in zip(indices, reduction.memory, strict=True)
+        for index, view in zip(bucket, views([parts[i] for i in bucket], flat), strict=True)
+    }
+    return indices, reduction, [of_index[index] for index in range(len(parts))]
 
 
 def _as_matrix(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -31,8 +31,7 @@ import torch.distributed as dist
 from paceline.base.errors import JobError
 from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.strategies.compress.size import all_reduce_bytes
-from paceline.strategies.data.buckets import assign as assign_buckets
-from paceline.strategies.data.run import reduce_buckets, views
+from paceline.strategies.data.run import bucketed
 from paceline.strategies.local.schedule import assign, delay_steps, fragment_after
 from paceline.strategies.state_tensors import SavedState, StateTensor
 from paceline.strategies.step_sync import StepFigures, SyncedFigures
@@ -84,19 +83,9 @@ class Fragment:
             else {}
         )
         names, tensors = list(self.outer), list(self.outer.values())
-        buckets = assign_buckets(
-            [tensor.nbytes for tensor in tensors],
-            [(tensor.dtype, tensor.device) for tensor in tensors],
-        )
-        self.reduction = reduce_buckets(
-            [[tensors[i] for i in bucket] for bucket in buckets], group, compress=compress
-        )
-        # Pseudo-gradients by name.
-        self.ways = {
-            names[i]: view
-            for bucket, flat in zip(buckets, self.reduction.memory, strict=True)
-            for i, view in zip(bucket, views([tensors[i] for i in bucket], flat), strict=True)
-        }
+        kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+        _, self.reduction, ways = bucketed(tensors, kinds, group, compress=compress)
+        self.ways = dict(zip(names, ways, strict=True))  # pseudo-gradients by name
         # Local steps since the last outer step, and their count on this replica.
         self.steps, self.count = 0, 0.0
 
