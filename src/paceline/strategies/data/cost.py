@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.model.cost.profile import Parameter, Profile
@@ -158,14 +158,18 @@ def reduce(
     )
 
 
-def shape_of(parameter: Parameter) -> tuple[int, ...]:
+def bucket_of(parameters: Sequence[Parameter], num_bytes: float, times: float = 1.0) -> Bucket:
+    return Bucket(num_bytes, tuple(map(_shape, parameters)), _item_bytes(parameters[0]), times)
+
+
+def _shape(parameter: Parameter) -> tuple[int, ...]:
     """Return a parameter's shape as (rows, columns), or as (elements,) if there is one column."""
-    elements = parameter.num_bytes // item_bytes(parameter)
+    elements = parameter.num_bytes // _item_bytes(parameter)
     columns, rest = divmod(elements, max(parameter.rows, 1))
     return (parameter.rows, columns) if columns > 1 and not rest else (elements,)
 
 
-def item_bytes(parameter: Parameter) -> int:
+def _item_bytes(parameter: Parameter) -> int:
     return {"float64": 8, "complex64": 8, "complex128": 16, "bfloat16": 2, "float16": 2}.get(
         parameter.dtype, 4
     )
@@ -187,11 +191,7 @@ def departures(step: Step) -> dict[int, list[Bucket]]:
     for bucket in assign(sizes_bytes, [p.dtype for p in trainable]):
         latest = min([latest, *(ready.get(trainable[i].name, _AT_THE_END) for i in bucket)])
         buckets[latest].append(
-            Bucket(
-                sum(sizes_bytes[i] for i in bucket),
-                tuple(shape_of(trainable[i]) for i in bucket),
-                item_bytes(trainable[bucket[0]]),
-            )
+            bucket_of([trainable[i] for i in bucket], sum(sizes_bytes[i] for i in bucket))
         )
     return buckets
 
@@ -206,12 +206,7 @@ def _of_layers(step: Step) -> dict[int, list[Bucket]]:
         for name in (name for name in segment.gradients if name in trainable):
             num_bytes = step.footprint.gradients[name] * part
             buckets[number].append(
-                Bucket(
-                    largest_bytes,
-                    (shape_of(trainable[name]),),
-                    item_bytes(trainable[name]),
-                    times=num_bytes / largest_bytes,
-                )
+                bucket_of([trainable[name]], largest_bytes, num_bytes / largest_bytes)
             )
     return buckets
 

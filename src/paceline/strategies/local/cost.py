@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.costs import HookPoint, Hooks, Step
 from paceline.strategies.data.buckets import assign as assign_buckets
-from paceline.strategies.data.cost import Bucket, item_bytes, reduce, shape_of
+from paceline.strategies.data.cost import Bucket, bucket_of, reduce
 from paceline.strategies.local.schedule import assign, delay_steps
 
 
@@ -68,11 +68,5 @@ def _buckets(step: Step) -> list[Bucket]:
             [p.num_bytes for p in parameters], [p.dtype for p in parameters]
         ):
             in_bucket = [parameters[i] for i in bucket]
-            buckets.append(
-                Bucket(
-                    sum(p.num_bytes for p in in_bucket),
-                    tuple(map(shape_of, in_bucket)),
-                    item_bytes(in_bucket[0]),
-                )
-            )
+            buckets.append(bucket_of(in_bucket, sum(p.num_bytes for p in in_bucket)))
     return buckets
