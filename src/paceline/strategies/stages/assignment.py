@@ -174,12 +174,9 @@ def piece_needs(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     needs = {}
     for piece in capture.pieces:
-        weight_bytes = sum(parameters[name].nbytes for name in dict.fromkeys(piece.parameters))
-        trained_bytes = sum(
-            parameters[name].nbytes
-            for name in dict.fromkeys(piece.parameters)
-            if parameters[name].requires_grad
-        )
+        used = [parameters[name] for name in dict.fromkeys(piece.parameters)]
+        weight_bytes = sum(p.nbytes for p in used)
+        trained_bytes = sum(p.nbytes for p in used if p.requires_grad)
         activation_bytes = kept_bytes(piece, capture.values, parameters, buffers) / EXAMPLE_SAMPLES
         needs[piece.key] = PieceMemory(
             weight_bytes, trained_bytes, state_factor * trained_bytes, activation_bytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 from paceline.base.errors import PlanError
 from paceline.base.tables import aligned
@@ -22,15 +23,10 @@ class PieceMemory:
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return sum(astuple(self))
 
     def __add__(self, other: PieceMemory) -> PieceMemory:
-        return PieceMemory(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.activations + other.activations,
-        )
+        return PieceMemory(*map(add, astuple(self), astuple(other)))
 
 
 def refuse_overfull(
@@ -51,16 +47,7 @@ def refuse_overfull(
         [
             [
                 f"part {part}",
-                *(
-                    f"{size / MIB:.1f}"
-                    for size in (
-                        need.weights,
-                        need.gradients,
-                        need.optimizer,
-                        need.activations,
-                        need.total,
-                    )
-                ),
+                *(f"{size / MIB:.1f}" for size in (*astuple(need), need.total)),
                 f"{has / MIB:.0f}{' too much' * (need.total > has)}",
             ]
             for part, (need, has) in enumerate(zip(sums, memory_bytes, strict=True))
