@@ -77,15 +77,6 @@ class Plan(PlanFields):
         known = extensions.extensions() if self.uses_extensions else ()
         return [strategy.keys for strategy in known if strategy.is_active(self)]
 
-    def _records(self) -> dict[Record, object]:
-        """Return the parts of the plan that have the values of its keys as fields."""
-        return {
-            "axes": self.axes,
-            "sync": self.sync,
-            "schedule": self.schedule,
-            "modifiers": self.modifiers,
-        }
-
     @classmethod
     def parse(cls, text: str) -> Plan:
         """Read the text form. Keys come in any order, separated by spaces or commas.
@@ -181,12 +172,12 @@ class Plan(PlanFields):
     def values(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults with their values, in the order of a
         plan's text."""
-        records = self._records()
         defaults = {name: spec.default for name, spec in KEYS.items()}
         if self.has_schedule:
             defaults[MICROBATCHES.name] = "auto"
         values = {
-            name: getattr(records[spec.record], name, defaults[name]) for name, spec in KEYS.items()
+            name: getattr(getattr(self, spec.record), name, defaults[name])
+            for name, spec in KEYS.items()
         }
         if self.schedule.place == "auto":
             values["place"] = values.pop("parts")
@@ -275,7 +266,7 @@ def _problems(plan: Plan) -> list[str]:
     Contradictions between a strategy's keys are checked only if its own values and those of the
     axes are right.
     """
-    sizes, records = plan.axes.sizes(), plan._records()
+    sizes = plan.axes.sizes()
     of_axes = [
         words for axis in plan.axes.facts() if (words := of_axis(axis).problem(sizes[axis.name]))
     ]
@@ -284,7 +275,7 @@ def _problems(plan: Plan) -> list[str]:
         of_keys = [
             words
             for spec in plan_keys.keys
-            if hasattr(record := records[spec.record], spec.name)
+            if hasattr(record := getattr(plan, spec.record), spec.name)
             and (words := spec.problem(getattr(record, spec.name)))
         ]
         problems += of_keys
