@@ -28,7 +28,7 @@ from paceline.strategies.costs import (
     compute,
     forward_moments,
 )
-from paceline.strategies.stages.schedule import Action
+from paceline.strategies.stages.schedule import Action, ActionKind
 
 ENDING: tuple[MomentName, ...] = ("finish", "meet", "update", "save")
 Item = Event | tuple[MomentName, HookPoint]
@@ -53,6 +53,13 @@ class StageCost:
     gives: tuple[StageMessage, ...] = ()  # values to other ranks, in forward
     regains: tuple[StageMessage, ...] = ()  # gradients from other ranks, in backward
     returns: tuple[StageMessage, ...] = ()  # gradients to other ranks, in backward
+
+    def arriving(self, kind: ActionKind) -> tuple[StageMessage, ...]:
+        """Return the messages that an action of this kind needs."""
+        return {"F": self.takes, "W": ()}.get(kind, self.regains)
+
+    def leaving(self, kind: ActionKind) -> tuple[StageMessage, ...]:
+        return {"F": self.gives, "W": ()}.get(kind, self.returns)
 
 
 @dataclass(frozen=True)
@@ -89,10 +96,11 @@ def course(rank: RankCost) -> Iterator[Item]:
         for coming in () if rank.is_whole else rank.order[position : position + POSTED_AHEAD]:
             if coming not in posted:
                 posted.add(coming)
-                yield Allocate("communication", _room_bytes(rank.stages[coming.stage], coming))
-        arriving = {"F": stage.takes, "B": stage.regains, "I": stage.regains}.get(action.kind, ())
-        leaving = {"F": stage.gives, "B": stage.returns, "I": stage.returns}.get(action.kind, ())
-        yield from (Receive(message.peer, f"{message.name}.{microbatch}") for message in arriving)
+                # The buffers for its messages are kept until the stage's backward is done.
+                messages = rank.stages[coming.stage].arriving(coming.kind)
+                yield Allocate("communication", sum(m.num_bytes for m in messages))
+        for message in stage.arriving(action.kind):
+            yield Receive(message.peer, f"{message.name}.{microbatch}")
         if rank.action_s:
             yield Compute(fixed_s=rank.action_s)
         if action.kind == "F":
@@ -101,10 +109,8 @@ def course(rank: RankCost) -> Iterator[Item]:
             yield from input_gradients(rank.profile, stage, rank.samples[microbatch])
         else:
             yield from backward_course(rank, stage, microbatch)
-        yield from (
-            Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes)
-            for message in leaving
-        )
+        for message in stage.leaving(action.kind):
+            yield Send(message.peer, f"{message.name}.{microbatch}", message.num_bytes)
         if action.kind in ("B", "W") and not rank.is_whole:
             yield free("communication", sum(m.num_bytes for m in (*stage.takes, *stage.regains)))
     yield from ending_course(rank)
@@ -119,15 +125,6 @@ def ending_course(rank: RankCost) -> Iterator[Item]:
         )
     for name in ENDING:
         yield name, HookPoint()
-
-
-def _room_bytes(stage: StageCost, action: Action) -> float:
-    """Return the bytes of the buffers for an action's messages.
-
-    They are kept until the stage's backward is done.
-    """
-    arriving = {"F": stage.takes, "B": stage.regains, "I": stage.regains}.get(action.kind, ())
-    return sum(message.num_bytes for message in arriving)
 
 
 def forward_course(
