@@ -89,25 +89,16 @@ class SparseGradients:
     def _unpacked(
         self, message: torch.Tensor, counts: Sequence[int]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        gradients = []
+        gradients, start = [], 0
         for p, count in zip(self.parameters, counts, strict=True):
-            count = max(count, 0)
-            of_parameter, message = (
-                message[: _message_bytes(p, count)],
-                message[_message_bytes(p, count) :],
-            )
-            rows, values = (
-                of_parameter[: count * _ROW_NUMBER.itemsize],
-                of_parameter[count * _ROW_NUMBER.itemsize :],
-            )
+            middle = start + max(count, 0) * _ROW_NUMBER.itemsize
+            end = start + _message_bytes(p, count)
             # Copies are needed because bytes of one dtype may begin where another dtype isn't
             # aligned.
-            gradients.append(
-                (
-                    rows.clone().view(_ROW_NUMBER),
-                    values.clone().view(p.dtype).view(count, *p.shape[1:]),
-                )
-            )
+            rows, values = message[start:middle].clone(), message[middle:end].clone()
+            shape = max(count, 0), *p.shape[1:]
+            gradients.append((rows.view(_ROW_NUMBER), values.view(p.dtype).view(shape)))
+            start = end
         return gradients
 
     def _dense_sum(
