@@ -72,14 +72,6 @@ class OrderCheck:
 
     def _compare(self, unit: int, *, may_be_alone: bool) -> None:
         ends = torch.tensor([unit, -unit])
-        if self.expects:
-            self._meet(ends, unit, may_be_alone=may_be_alone)
-        else:
-            dist.all_reduce(ends, dist.ReduceOp.MAX, self.group)
-        if int(ends[0]) != -int(ends[1]):
-            self._refuse(unit)
-
-    def _meet(self, ends: torch.Tensor, unit: int, *, may_be_alone: bool) -> None:
         work = dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group, async_op=True)
         patience = (timedelta(seconds=PATIENCE_S),) if may_be_alone else ()
         try:
@@ -94,6 +86,8 @@ class OrderCheck:
                 f"{PATIENCE_S:.0f} s: a rank that goes on as before {others}",
                 hint=_WAY_OUT,
             ) from error
+        if int(ends[0]) != -int(ends[1]):
+            self._refuse(unit)
 
     def _refuse(self, unit: int) -> None:
         everyone = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
