@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from torch.utils.serialization import config
 
@@ -280,13 +281,9 @@ def _folder_on_disk() -> Path:
 
 def _file_system(folder: Path) -> str:
     """Return the type of the file system that contains a folder."""
-    mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    mounted = [(Path(mount[1].encode().decode("unicode_escape")), mount[2]) for mount in mounts]
-    return max(
-        (
-            (len(mount_point.parts), kind)
-            for mount_point, kind in mounted
-            if folder.resolve().is_relative_to(mount_point)
-        ),
-        default=(0, ""),
-    )[1]
+    mounted = [
+        (len(mount.mountpoint), mount.fstype)
+        for mount in psutil.disk_partitions(all=True)
+        if folder.resolve().is_relative_to(mount.mountpoint)
+    ]
+    return max(mounted, default=(0, ""))[1]
