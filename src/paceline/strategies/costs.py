@@ -226,7 +226,8 @@ def at_once(profile: Profile, plan: Plan) -> float:
 class CostModel:
     """The cost side of a strategy."""
 
-    enter: Callable[[Step], Hooks]  # returns the strategy's events by moment
+    # Returns the strategy's events by moment.
+    enter: Callable[[Step], Hooks] = lambda step: {}
     # Returns what a rank holds under the strategy, from what it holds without it.
     hold: Callable[[Footprint, Plan, Profile], Footprint] = lambda footprint, plan, profile: (
         footprint

@@ -7,7 +7,6 @@ from dataclasses import replace
 from paceline.base.errors import PlanError
 from paceline.cluster.software import Software
 from paceline.model.cost.profile import Affine, Fused, Profile, Segment, Work
-from paceline.strategies.costs import Hooks, Step
 from paceline.strategies.plan import Plan
 
 # FIRST_S: core seconds that a machine's first compilation takes in addition: g++ tries the
@@ -101,8 +100,3 @@ def _fused(work: Work) -> Work:
         spared=work.fused,
         moved_bytes=Affine(moved.fixed - spared.fixed, moved.per_sample - spared.per_sample),
     )
-
-
-def enter(step: Step) -> Hooks:
-    """Return no events: compiled blocks add none to a step."""
-    return {}

@@ -1,6 +1,6 @@
 """The strategy `compile`: torch.compile compiles repeated blocks."""
 
-from paceline.strategies.compile.cost import enter, narrow, start_s
+from paceline.strategies.compile.cost import narrow, start_s
 from paceline.strategies.compile.keys import KEYS
 from paceline.strategies.costs import CostModel
 from paceline.strategies.stages.keys import splits_backward
@@ -26,7 +26,7 @@ STRATEGY = Strategy(
         ),
     ),
     code=lambda plan: (plan.modifiers.compile,),
-    cost=CostModel(enter, narrow=narrow, start_s=start_s),
+    cost=CostModel(narrow=narrow, start_s=start_s),
     run="paceline.strategies.compile.run",
     imports=OF_COMPILING,
 )
