@@ -145,8 +145,9 @@ def test_what_an_axis_cuts_says_over_which_ranks_each_gradient_is_summed(
         for rank in range(4)
     ]
 
-    assert meshes[0].summed_over() == meshes[0].replicas == dense
-    assert meshes[0].summed_over(["" if is_alike else axis.name]) == cut
+    cut_by = ["" if is_alike else axis.name]
+    assert meshes[0].replicas == dense
+    assert meshes[0].ranks_over(meshes[0].summed_axes(cut_by)) == cut
     assert [mesh.replica for mesh in meshes] == replica
     assert meshes[0].holds_parts is not is_alike
 

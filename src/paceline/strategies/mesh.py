@@ -109,7 +109,7 @@ class Mesh:
     def replicas(self) -> list[int]:
         """Ranks that hold the same part of the model and see another part of the batch, in their
         order."""
-        return self.summed_over()
+        return self.ranks_over(self.summed_axes())
 
     def summed_axes(self, cut_by: Iterable[str] = ()) -> tuple[str, ...]:
         """Return the axes over which the gradient of a tensor is summed.
@@ -122,13 +122,6 @@ class Mesh:
         return tuple(
             name for name in self._names(lambda axis: axis.cuts_batch) if name not in cut_by
         )
-
-    def summed_over(self, cut_by: Iterable[str] = ()) -> list[int]:
-        """Return the ranks over which the gradient of a tensor is summed, in order.
-
-        They hold the same part of the tensor as this rank. cut_by: the axes that cut the tensor.
-        """
-        return self.ranks_over(self.summed_axes(cut_by))
 
     def ranks_over(self, axes: Iterable[str]) -> list[int]:
         """Return the ranks that differ from this one in these axes only, in order, the first axis
