@@ -399,7 +399,7 @@ class SplitJob:
         spared = SparedBySelective(recorder)
         try:
             with recorder:
-                run = piece.run if program is None else program[0]
+                run = piece.run if program is None else program[0].run
                 with spared:
                     outputs = run(
                         *weights.values(), *(self.buffers[name] for name in piece.buffers), *taken

@@ -410,12 +410,8 @@ class Program:
             *reversed(lines),
             f"return ({''.join(f'v{ref.number}, ' for ref in outputs)})",
         ]
-        self.code = "\n    ".join(lines)
-        exec(compile(self.code, "<split layer>", "exec"), names)
+        exec(compile("\n    ".join(lines), "<split layer>", "exec"), names)
         self.run: Callable[..., tuple[torch.Tensor, ...]] = names["run"]
-
-    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.run(*tensors)
 
 
 def _source(arg: Any, names: dict[str, Any]) -> str:
