@@ -54,47 +54,30 @@ def whole_number(name: str, text: str, *, allowed: str) -> int:
 
 
 def count(
-    name: str, record: Record, letter: str, *, default: int | None = 1, counts_ranks: bool = False
-) -> Key:
-    """Make a key for a whole number of at least 1. letter: stands for the number in messages."""
-    return Key(
-        name,
-        record,
-        default,
-        letter,
-        lambda name, text: whole_number(name, text, allowed="2"),
-        lambda value: (
-            "" if is_count(value) else f"{name}={value} must be a whole number of at least 1"
-        ),
-        counts_ranks,
-    )
-
-
-def count_or(
-    word: str,
     name: str,
     record: Record,
-    *,
-    default: int | str,
     allowed: str,
+    *,
+    default: int | str | None = 1,
     least: Literal[0, 1] = 1,
+    word: str | None = None,
+    counts_ranks: bool = False,
 ) -> Key:
-    """Make a key for a whole number of at least `least`, or one word."""
+    """Make a key for a whole number of at least `least`, or one word.
+
+    allowed: stands for the number in messages, and for the word if there is one.
+    """
 
     def problem(value: Any) -> str:
         right = value == word or is_count(value) or (value == 0 == least)
-        return (
-            "" if right else f"{name}={value} must be a whole number of at least {least}, or {word}"
-        )
+        also = f", or {word}" if word else ""
+        return "" if right else f"{name}={value} must be a whole number of at least {least}{also}"
 
-    return Key(
-        name,
-        record,
-        default,
-        allowed,
-        lambda name, text: text if text == word else whole_number(name, text, allowed=allowed),
-        problem,
-    )
+    def read(name: str, text: str) -> Any:
+        example = allowed if word else "2"
+        return text if text == word else whole_number(name, text, allowed=example)
+
+    return Key(name, record, default, allowed, read, problem, counts_ranks)
 
 
 def choice(name: str, record: Record, values: Sequence[str], *, default: str) -> Key:

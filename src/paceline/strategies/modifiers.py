@@ -14,7 +14,7 @@ from paceline.strategies.keys import (
     PlanKeys,
     as_text,
     choice,
-    count_or,
+    count,
     is_count,
     whole_number,
 )
@@ -49,8 +49,8 @@ def _problems(plan: PlanFields) -> list[str]:
     ]
 
 
-MICROBATCHES = count_or(
-    "auto", "microbatches", "modifiers", default=Modifiers().microbatches, allowed="M|auto"
+MICROBATCHES = count(
+    "microbatches", "modifiers", "M|auto", default=Modifiers().microbatches, word="auto"
 )
 SHARES = Key(
     "shares", "modifiers", Modifiers().shares, ALLOWED_SHARES, _read_shares, _problem_of_shares

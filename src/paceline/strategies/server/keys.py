@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from paceline.base.errors import PlanError
-from paceline.strategies.keys import PlanKeys, as_text, choice, count, count_or
+from paceline.strategies.keys import PlanKeys, as_text, choice, count
 from paceline.strategies.plan_fields import (
     AllReduce,
     AnyPlan,
@@ -18,7 +18,7 @@ from paceline.strategies.plan_fields import (
 
 SERVERS = count("servers", "sync", "S", default=0, counts_ranks=True)
 WORKERS = count("workers", "sync", "W", default=0, counts_ranks=True)
-STALENESS = count_or("inf", "staleness", "sync", default=0, allowed="0|K|inf", least=0)
+STALENESS = count("staleness", "sync", "0|K|inf", default=0, least=0, word="inf")
 COLOCATE = choice("colocate", "sync", ("yes", "no"), default="no")
 DAMPING = choice("damping", "sync", ("none", "inverse"), default="none")
 OF_SERVERS = (SERVERS, WORKERS, STALENESS, COLOCATE, DAMPING)
