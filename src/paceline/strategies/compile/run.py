@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.base.errors import PlanRefused
-from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.randomness import means, without_modes
 from paceline.model.units import find_units, recurrent_units, refuse_scripted
 from paceline.strategies.batch_norm.run import is_joined
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 
     from paceline.model.graph import Piece
     from paceline.strategies.mesh import Mesh
-    from paceline.strategies.plan import Plan
 _LOSES = "torch.compile would lose what it writes to its buffer '{}', which is a float64 scalar"
 # The most compiled variants of one block. torch by itself allows 8 for all blocks of one class
 # together.
@@ -44,12 +42,7 @@ MOST_WAYS = 8
 
 
 def prepare(
-    model: nn.Module,
-    *,
-    plan: Plan,
-    mesh: Mesh,
-    observed: ForwardEffects = NOTHING,
-    device: torch.device | None = None,
+    model: nn.Module, *, mesh: Mesh, device: torch.device | None = None, **_: Any
 ) -> CompilationWatch:
     """Wrap the forward of every unit; names of modules and parameters stay as they are.
 

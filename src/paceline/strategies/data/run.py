@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ def prepare(
     plan: Plan,
     mesh: Mesh,
     observed: ForwardEffects = NOTHING,
-    device: torch.device | None = None,
+    **_: Any,
 ) -> GradientBuckets | None:
     """Return the buckets of a model's gradients; None for a model that is not trained."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -23,13 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.base.errors import JobError
-from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.strategies.compress.size import all_reduce_bytes
 from paceline.strategies.data.run import bucketed
 from paceline.strategies.local.schedule import assign, delay_steps, fragment_after
@@ -47,14 +46,7 @@ MOMENTUM, LEARNING_RATE = 0.9, 0.7  # Douillard et al. 2023, section 3
 LOCAL_WEIGHT = 0.5  # weight of a replica's own weights when a fragment arrives
 
 
-def prepare(
-    model: nn.Module,
-    *,
-    plan: Plan,
-    mesh: Mesh,
-    observed: ForwardEffects = NOTHING,
-    device: torch.device | None = None,
-) -> OuterSync:
+def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, **_: Any) -> OuterSync:
     assert plan.outer_steps is not None
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return OuterSync(

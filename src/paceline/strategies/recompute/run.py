@@ -20,18 +20,10 @@ from paceline.torch_private import pytree
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.strategies.mesh import Mesh
     from paceline.strategies.plan import Plan
 
 
-def prepare(
-    model: nn.Module,
-    *,
-    plan: Plan,
-    mesh: Mesh,
-    observed: ForwardEffects = NOTHING,
-    device: torch.device | None = None,
-) -> None:
+def prepare(model: nn.Module, *, plan: Plan, observed: ForwardEffects = NOTHING, **_: Any) -> None:
     """Wrap the forward of every unit. The names of modules and parameters stay the same.
 
     recompute=selective watches a unit's operators; see `attention.py`. Under recompute=full, a
