@@ -26,18 +26,16 @@ class Hooks:
 
     def register(self, parameter: torch.Tensor) -> None:
         """Register the hooks on another tensor that replaces the parameter."""
-        for number in self.before:
-            parameter.register_hook(
-                lambda gradient, number=number: (
-                    self.before[number](gradient) if number in self.before else None
+        for hooks, register in (
+            (self.before, parameter.register_hook),
+            (self.after, parameter.register_post_accumulate_grad_hook),
+        ):
+            for number in hooks:
+                register(
+                    lambda tensor, hooks=hooks, number=number: (
+                        hooks[number](tensor) if number in hooks else None
+                    )
                 )
-            )
-        for number in self.after:
-            parameter.register_post_accumulate_grad_hook(
-                lambda tensor, number=number: (
-                    self.after[number](tensor) if number in self.after else None
-                )
-            )
 
 
 def hooks_of(model: nn.Module) -> dict[str, Hooks]:
