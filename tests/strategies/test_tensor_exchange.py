@@ -159,7 +159,7 @@ def test_only_new_tensors_sum_their_own_gradients(run_ranks: Callable[..., Any])
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         hooks = [
             target
-            for target in run.run.__globals__.values()
+            for target in run.__globals__.values()
             if getattr(target, "__name__", "") == "hook_summing_gradients"
         ]
         return [len(hooks), *(tensor.grad.unique().tolist() for tensor in given)]  # type: ignore[union-attr]

@@ -34,6 +34,7 @@ _PRODUCTS: dict[Any, int] = {
 }
 # Composite operators that make new tensors. Others, such as dropout, may return their input.
 _NEW = {*_PRODUCTS, aten.layer_norm.default, aten.rms_norm.default}
+Program = Callable[..., tuple[torch.Tensor, ...]]  # from inputs to outputs on this rank's parts
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ class ProgramRecorder:
         self._scatter_gathered_gradients()
         self._sum_in_place(outputs)
         self._sum_weights_gradients_together()
-        return Program(self.inputs, self.instructions, [output.ref for output in outputs])
+        return _as_function(self.inputs, self.instructions, [output.ref for output in outputs])
 
     def _scatter_gathered_gradients(self) -> None:
         """Scatter the summed gradients of values that are gathered only for use with parts, in one
@@ -379,39 +380,36 @@ def drawing_apart(
     return drawn
 
 
-class Program:
-    """A function from inputs to outputs on this rank's parts.
+def _as_function(
+    inputs: Sequence[Ref], instructions: Sequence[Instruction], outputs: Sequence[Ref]
+) -> Program:
+    """Return a function from inputs to outputs on this rank's parts.
 
     A value is freed after its last use.
     """
-
-    def __init__(
-        self, inputs: Sequence[Ref], instructions: Sequence[Instruction], outputs: Sequence[Ref]
-    ) -> None:
-        used = set(outputs)
-        lines: list[str] = []
-        names: dict[str, Any] = {}
-        for instruction in reversed(instructions):
-            refs = set(instruction.refs())
-            if done := sorted(ref.number for ref in refs - used):
-                lines.append(f"del {', '.join(f'v{number}' for number in done)}")
-            if instruction.out not in used:  # it runs only for its changes in place, if any
-                lines.append(f"del v{instruction.out.number}")
-            used |= refs
-            function = f"f{instruction.out.number}"
-            names[function] = instruction.target
-            arguments = [_source(arg, names) for arg in instruction.args]
-            arguments += [
-                f"{name}={_source(arg, names)}" for name, arg in instruction.kwargs.items()
-            ]
-            lines.append(f"v{instruction.out.number} = {function}({', '.join(arguments)})")
-        lines = [
-            f"def run({', '.join(f'v{ref.number}' for ref in inputs)}):",
-            *reversed(lines),
-            f"return ({''.join(f'v{ref.number}, ' for ref in outputs)})",
-        ]
-        exec(compile("\n    ".join(lines), "<split layer>", "exec"), names)
-        self.run: Callable[..., tuple[torch.Tensor, ...]] = names["run"]
+    used = set(outputs)
+    lines: list[str] = []
+    names: dict[str, Any] = {}
+    for instruction in reversed(instructions):
+        refs = set(instruction.refs())
+        if done := sorted(ref.number for ref in refs - used):
+            lines.append(f"del {', '.join(f'v{number}' for number in done)}")
+        if instruction.out not in used:  # it runs only for its changes in place, if any
+            lines.append(f"del v{instruction.out.number}")
+        used |= refs
+        function = f"f{instruction.out.number}"
+        names[function] = instruction.target
+        arguments = [_source(arg, names) for arg in instruction.args]
+        arguments += [f"{name}={_source(arg, names)}" for name, arg in instruction.kwargs.items()]
+        lines.append(f"v{instruction.out.number} = {function}({', '.join(arguments)})")
+    lines = [
+        f"def run({', '.join(f'v{ref.number}' for ref in inputs)}):",
+        *reversed(lines),
+        f"return ({''.join(f'v{ref.number}, ' for ref in outputs)})",
+    ]
+    exec(compile("\n    ".join(lines), "<split layer>", "exec"), names)
+    run: Program = names["run"]
+    return run
 
 
 def _source(arg: Any, names: dict[str, Any]) -> str:
