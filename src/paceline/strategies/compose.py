@@ -7,7 +7,7 @@ at the right moments of a step. Each strategy sees the model as the one before l
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -39,14 +39,6 @@ class Switched(Protocol):
 
     def switch(self, *, on: bool) -> None:
         """Take the next step with the strategy, or without it."""
-
-
-@runtime_checkable
-class Reports(Protocol):
-    """A synchroniser that adds figures to a run's summary."""
-
-    def summary(self) -> Mapping[str, Any]:
-        """Return figures of all ranks by their key in `summary.json`. Collective."""
 
 
 class Runner(Protocol):
@@ -131,8 +123,7 @@ def end_evaluation(synchronisers: Sequence[Synchroniser]) -> None:
     """Let synchronisers that keep gathered weights from one forward to the next drop them: the next
     forward is one of training, with other weights."""
     for synchroniser in synchronisers:
-        if (end := getattr(synchroniser, "end_evaluation", None)) is not None:
-            end()
+        synchroniser.end_evaluation()
 
 
 def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:
@@ -140,7 +131,6 @@ def reported(synchronisers: Sequence[Synchroniser]) -> dict[str, Any]:
     return {
         key: value
         for synchroniser in synchronisers
-        if isinstance(synchroniser, Reports)
         for key, value in synchroniser.summary().items()
     }
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from paceline.strategies.state_tensors import SavedState, StateTensor
 
@@ -34,6 +34,22 @@ class Synchroniser(Protocol):
         On return, every gradient that this rank holds covers the whole window.
         """
         return
+
+    def hold(self) -> None:
+        """Prepare for a loss that may go back through the model before the step's own backward."""
+        return
+
+    def collect(self, *, on: bool) -> None:
+        """Set whether the next forwards and backwards are for this model's gradients."""
+        return
+
+    def end_evaluation(self) -> None:
+        """Drop weights that were gathered for a forward: the next one trains, with other weights."""
+        return
+
+    def summary(self) -> Mapping[str, Any]:
+        """Return figures of all ranks by their key in `summary.json`. Collective."""
+        return {}
 
     @property
     def sent_bytes(self) -> float:

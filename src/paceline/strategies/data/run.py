@@ -26,6 +26,7 @@ from paceline.strategies.data.reduce import Reduction, Uncompressed
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.mesh import local_part
 from paceline.strategies.state_tensors import SavedState, StateTensor
+from paceline.strategies.synchroniser import Synchroniser
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,7 +58,7 @@ def prepare(
     )
 
 
-class GradientBuckets:
+class GradientBuckets(Synchroniser):
     """Sums gradients over a group. Buckets are sent in one fixed order on every rank, whatever the
     order of backward.
 
@@ -91,7 +92,7 @@ class GradientBuckets:
             SparseGradients(list(apart.values()), group),
         )
         self.names, self.parameters = list(parameters), list(parameters.values())
-        trained, self.is_part = self.parameters, [_is_distributed(p) for p in self.parameters]
+        trained, self.is_part = self.parameters, [hasattr(p, "to_local") for p in self.parameters]
         # Gradients of shards arrive on the stream on which they were reduced, and whole gradients
         # on that of backward. A bucket that waits for the last gradient of one kind must not delay
         # gradients of the other kind.
@@ -305,10 +306,6 @@ def _as_matrix(tensor: torch.Tensor) -> tuple[int, ...]:
         if len(sizes) > 1
         else tuple(tensor.shape)
     )
-
-
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "to_local")
 
 
 def views(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -101,7 +101,7 @@ class NamedLayouts:
             layout.finish()
 
 
-class _OfPart:
+class _OfPart(Synchroniser):
     """A synchroniser that uses the names that parameters have among those of all models."""
 
     def __init__(self, synchroniser: Synchroniser, prefix: str) -> None:
@@ -132,26 +132,13 @@ class _OfPart:
         return self.inner.restore(_SavedOfPart(saved, self.prefix))
 
     def end_evaluation(self) -> None:
-        end = getattr(self.inner, "end_evaluation", None)
-        if end is not None:
-            end()
+        self.inner.end_evaluation()
 
     def hold(self) -> None:
-        """See `hold`."""
-        hold([self.inner])
+        self.inner.hold()
 
     def collect(self, *, on: bool) -> None:
-        """Set whether the next forwards and backwards are for this model's gradients."""
-        collect = getattr(self.inner, "collect", None)
-        if collect is not None:
-            collect(on=on)
-
-
-def hold(synchronisers: Iterable[Any]) -> None:
-    """Prepare for a loss that may go back through the model before the step's own backward."""
-    for synchroniser in synchronisers:
-        if do := getattr(synchroniser, "hold", None):
-            do()
+        self.inner.collect(on=on)
 
 
 def _stored_name(name: str, prefix: str) -> str:

@@ -19,7 +19,7 @@ from paceline.strategies.compose import end_evaluation
 from paceline.strategies.layout import Whole
 from paceline.strategies.step_sync import StepFigures
 from paceline.training.feed import MicroBatch
-from paceline.training.own_step.named_parts import ModelPart, hold
+from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.parts.spikes import refuse_backwards
 from paceline.training.refusals import check_loss
 from paceline.training.scaling import power_of_two
@@ -358,5 +358,6 @@ class BackwardWork(WindowWork):
         self.expected_count = power_of_two(taken.window.count)
 
     def before_forward(self, microbatch: int, stage: int) -> None:
-        hold(self.synchronisers)
+        for synchroniser in self.synchronisers:
+            synchroniser.hold()
         super().before_forward(microbatch, stage)
