@@ -108,7 +108,7 @@ class SplitPiece:
             self._part(name, tensor) if name in self.cuts else tensor
             for name, tensor in zip(names, tensors, strict=False)
         ]
-        return self.programs[key].run(*parts, *tensors[len(names) :])
+        return self.programs[key](*parts, *tensors[len(names) :])
 
     def _part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a parameter that is cut."""
@@ -377,24 +377,10 @@ class SplitPiece:
 # --- Operators that take weights ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _WeightProduct:
-    """An operator that multiplies with a weight."""
-
-    operator: Callable[..., Any]
-    outer: int  # the weight's dim of the output's features
-    inner: int  # the weight's dim of the input's features
-    # Other arguments of the operator.
-    rest: Sequence[Any] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
 def _linear(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Record x @ weight.T + bias, weight (out, in)."""
     x, weight, bias = (*node.args, None)[:3]
-    return _product(
-        run, node, values, x, weight, bias, _WeightProduct(aten.linear.default, outer=0, inner=1)
-    )
+    return _product(run, node, values, aten.linear.default, x, weight, bias, outer=0, inner=1)
 
 
 def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
@@ -402,29 +388,25 @@ def _addmm(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     if node.kwargs:
         return None
     bias, x, weight = node.args
-    return _product(
-        run, node, values, x, weight, bias, _WeightProduct(aten.mm.default, outer=1, inner=0)
-    )
+    return _product(run, node, values, aten.mm.default, x, weight, bias, outer=1, inner=0)
 
 
 def _matmul(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Record x @ weight, weight (..., in, out): one matrix, or one for each expert."""
     x, weight = node.args
-    return _product(
-        run, node, values, x, weight, None, _WeightProduct(_operator(node), outer=-1, inner=-2)
-    )
+    return _product(run, node, values, _operator(node), x, weight, None, outer=-1, inner=-2)
 
 
 def _grouped(run: SplitPiece, node: fx.Node, values: dict[Any, Any]) -> Any:
     """Record rows of x in groups, each times the matrix of its expert; weight (experts, in,
     out)."""
     x, weight, *_ = node.args
-    rest, options = fx.map_arg(
+    more = fx.map_arg(
         (node.args[2:], node.kwargs),
         lambda n: run.recorder.moved(run.value(n, values), None),  # type: ignore[arg-type, return-value]
     )
     return _product(
-        run, node, values, x, weight, None, _WeightProduct(_operator(node), -1, -2, rest, options)
+        run, node, values, _operator(node), x, weight, None, outer=-1, inner=-2, more=more
     )
 
 
@@ -432,18 +414,26 @@ def _product(
     run: SplitPiece,
     node: fx.Node,
     values: dict[Any, Any],
+    product: Callable[..., Any],
     x: Any,
     weight: Any,
     bias: Any,
-    kind: _WeightProduct,
+    *,
+    outer: int,
+    inner: int,
+    more: tuple[Sequence[Any], Mapping[str, Any]] = ((), {}),
 ) -> Any:
     """Record a product with a weight, split by columns (the outer dim) or rows (the inner one).
 
     It is split by rows if the features of x are already cut, if the model asks for it, or if the
     weight is known to be cut by rows.
+
+    Args:
+        outer: The weight's dim of the output's features.
+        inner: The weight's dim of the input's features.
+        more: Further arguments of the product.
     """
-    record, outer, inner = run.recorder, kind.outer, kind.inner
-    product, rest, options = kind.operator, kind.rest, kind.options
+    record, (rest, options) = run.recorder, more
     x_placed: Placed = run.value(x, values)
     before, wish = cut_of(x_placed), run.wish(weight)
     features = before if before is not None and before.dim == x_placed.ndim - 1 else None
