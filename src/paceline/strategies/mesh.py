@@ -320,6 +320,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def let_go_of(parameter: torch.nn.Parameter) -> None:
+    """Free the memory of a parameter that is no longer used.
+
+    Other code may still refer to it, as Keras models do. It then sees one element, expanded to the
+    parameter's shape.
+    """
+    parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+
 def is_about_parts(error: Exception) -> bool:
     """Whether torch failed because a rank holds a part of a tensor."""
     return any(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, wraps
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from paceline.base.nested import tensors_in
 from paceline.model.forward_effects import NOTHING, ForwardEffects, owner
 from paceline.model.units import find_units, is_callable, name_in_model, refuse_scripted
 from paceline.strategies.data.run import GradientBuckets
-from paceline.strategies.mesh import is_about_parts
+from paceline.strategies.mesh import is_about_parts, let_go_of
 from paceline.strategies.shard.exchange import exchange_in_place
 from paceline.strategies.shard.hooks import Hooks, hooks_of
 from paceline.strategies.shard.inputs import WritableInputs, writable_outputs
@@ -166,8 +167,9 @@ def _shard_unit(
     module = fully_shard(
         unit, mesh=along, reshard_after_forward=not stays_gathered, ignored_params=whole
     )
-    while uncut:
-        _let_go_of(uncut.pop())
+    for parameter in uncut:
+        if not hasattr(parameter, "device_mesh"):
+            let_go_of(parameter)
     # Gradients are sums: the loss is already divided by the whole window's count.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
@@ -184,28 +186,22 @@ def _gathered_cast(
     """
     if observed.cast_dtype is None:
         return frozenset()
-    cast = _agreed(observed.cast.difference(hooked), model, along)
+    numbers = {name: p.numel() for name, p in model.named_parameters()}
+    # Those that all ranks have, so that they gather alike.
+    flags = torch.tensor(
+        [name in observed.cast and name not in hooked for name in numbers],
+        dtype=torch.uint8,
+        device=along.device_type,
+    )
+    dist.all_reduce(flags, dist.ReduceOp.MIN, group=along.get_group())
+    cast = frozenset(compress(numbers, flags.tolist()))
     if dist.get_rank() == 0:
-        numbers = {name: p.numel() for name, p in model.named_parameters()}
         logger.info(
             "of all parameters %.1f %% are gathered in %s: what autocast casts before anything uses it",
             100 * sum(numbers[name] for name in cast) / sum(numbers.values()),
             str(observed.cast_dtype).removeprefix("torch."),
         )
     return cast
-
-
-def _agreed(names: Collection[str], model: nn.Module, mesh: DeviceMesh) -> frozenset[str]:
-    """Return those of these names that all ranks of the mesh have, so that they gather alike.
-
-    Collective.
-    """
-    every = [name for name, _ in model.named_parameters()]
-    flags = torch.tensor(
-        [name in names for name in every], dtype=torch.uint8, device=mesh.device_type
-    )
-    dist.all_reduce(flags, dist.ReduceOp.MIN, group=mesh.get_group())
-    return frozenset(name for name, is_named in zip(every, flags.tolist(), strict=True) if is_named)
 
 
 def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> OrderCheck:
@@ -231,18 +227,6 @@ def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
                 )
         else:
             tensor.data = tensor.data.to(device)
-
-
-def _let_go_of(parameter: nn.Parameter) -> None:
-    """Free the memory of a whole parameter after its shard was made.
-
-    Other code may still refer to the parameter. It then sees one element, expanded to the
-    parameter's shape.
-    """
-    if not hasattr(parameter, "device_mesh"):
-        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
-            parameter.shape
-        )
 
 
 def _let_go_without_gradients(module: Any, inputs: Any, output: Any) -> None:

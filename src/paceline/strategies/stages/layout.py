@@ -20,6 +20,7 @@ from paceline.model.opaque import OpaqueModules
 from paceline.model.reads import frozen
 from paceline.strategies.data.sparse import SparseGradients, sparse_parameters
 from paceline.strategies.layout import Batch, Extent, MicrobatchWork, ModelUse
+from paceline.strategies.mesh import let_go_of, local_part
 from paceline.strategies.stages.assignment import Assignment
 from paceline.strategies.stages.engine import Engine, Links, Stage, Staged, cut
 from paceline.strategies.stages.module import PieceModule, PieceModules
@@ -209,17 +210,11 @@ class Stages:
         return self.is_sharded or self.statistics.may_meet
 
     def let_go(self) -> None:
-        """Free the memory of parameters that this rank doesn't hold.
-
-        A model may still refer to them, as Keras models do. It then sees one element, expanded to
-        the shape.
-        """
+        """Free the memory of parameters that this rank doesn't hold."""
         kept = set(self.module.parameters())
         for parameter in self.tensors.values():
             if parameter not in kept:
-                parameter.data = torch.zeros(
-                    (), dtype=parameter.dtype, device=parameter.device
-                ).expand(parameter.shape)
+                let_go_of(parameter)
 
     def run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         self._freeze_alike()
@@ -280,10 +275,7 @@ class Stages:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = (
-                parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
-            )
-            dist.all_reduce(gradient, group=group)
+            dist.all_reduce(local_part(parameter.grad), group=group)
 
     def _weights(self, stage: Stage) -> list[nn.Parameter]:
         """Return the tensors on which the gradients of a stage's parameters accumulate."""
