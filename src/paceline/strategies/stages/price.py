@@ -28,7 +28,7 @@ from paceline.model.cost.trace import (
     kept_generators,
     state_factor,
 )
-from paceline.model.graph import Capture, Piece, capture, capture_or_learn
+from paceline.model.graph import Capture, Piece, Value, capture, capture_or_learn
 from paceline.model.graph_cost import INSIDE_OF_OPAQUE
 from paceline.model.opaque import OpaqueModules
 from paceline.strategies.plan import Plan
@@ -92,7 +92,7 @@ class SplitJob:
                 )
             self.example = renamed(capture, self.first_name)
             self._check_chains()
-        self._captures: dict[int, Capture] = {}
+        self._captures = {EXAMPLE_SAMPLES: self.example}  # by number of samples
         self._splits: dict[tuple[int, int, bool], TensorSplit] = {}
         self._priced: dict[tuple[int, int], dict[str, Segment]] = {}
 
@@ -306,15 +306,10 @@ class SplitJob:
         args, kwargs = _arguments(inputs)
         with kept_generators(), shortened(self.model, self.chains), autocast(self.job):
             if samples not in self._captures:
-                self._captures[samples] = (
-                    self.example
-                    if samples == EXAMPLE_SAMPLES
-                    else renamed(
-                        capture(self.model, args, kwargs, opaque=self.opaque), self.first_name
-                    )
+                self._captures[samples] = renamed(
+                    capture(self.model, args, kwargs, opaque=self.opaque), self.first_name
                 )
-                if samples != EXAMPLE_SAMPLES:
-                    self._check_chains()
+                self._check_chains()
             in_parts, key = split.in_parts(self._captures[samples]), (samples, id(split))
             if key not in self._priced:
                 like = (
@@ -399,7 +394,7 @@ class SplitJob:
         spared = SparedBySelective(recorder)
         try:
             with recorder:
-                run = piece.run if program is None else program[0].run
+                run = piece.run if program is None else program[0]
                 with spared:
                     outputs = run(
                         *weights.values(), *(self.buffers[name] for name in piece.buffers), *taken
@@ -433,10 +428,7 @@ class SplitJob:
         )
 
     def _price_loss(self, capture: Capture, target: Any, samples: int) -> Segment:
-        values = {
-            name: torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-            for name, value in capture.values.items()
-        }
+        values = {name: _stand_in(value) for name, value in capture.values.items()}
         goal = tree_map_only(
             torch.Tensor, lambda t: self.built.mode.from_tensor(t, static_shapes=True), target
         )
@@ -452,10 +444,11 @@ class SplitJob:
 
 def _inputs(piece: Piece, capture: Capture) -> list[torch.Tensor]:
     """Return tensors without values like those that the piece is given."""
-    return [
-        torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
-        for value in (capture.values[name] for name in piece.inputs)
-    ]
+    return [_stand_in(capture.values[name]) for name in piece.inputs]
+
+
+def _stand_in(value: Value) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.differentiable)
 
 
 def _named_as(piece: Piece, unit: str) -> Piece:
