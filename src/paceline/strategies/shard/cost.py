@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from paceline.model.cost.profile import Parameter, Profile
 from paceline.simulate.allocator import holes_of_gathered
@@ -16,6 +17,7 @@ from paceline.strategies.costs import (
     Footprint,
     HookPoint,
     Hooks,
+    MomentName,
     Step,
     small_all_reduce,
 )
@@ -74,19 +76,7 @@ def gathers_cast(plan: Plan) -> bool:
 def enter(step: Step) -> Hooks:
     sharding = _Sharding(step)
     return {
-        name: getattr(sharding, name)
-        for name in (
-            "start",
-            "begin",
-            "before_forward",
-            "after_forward",
-            "turn",
-            "before_backward",
-            "after_backward",
-            "done",
-            "finish",
-            "update",
-        )
+        name: getattr(sharding, name) for name in get_args(MomentName) if hasattr(sharding, name)
     }
 
 
