@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.base.errors import PlanError, nearest
 
-EXAMPLE = '[parts]\n0 = ["embed", "blocks.0"]\n1 = ["blocks.*", "head"]'
+EXAMPLE = 'such as\n[parts]\n0 = ["embed", "blocks.0"]\n1 = ["blocks.*", "head"]'
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,14 @@ def read_placement(path: Path) -> Placement:
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(
-            f"can't read the placement {path}: {error}", hint=f"such as\n{EXAMPLE}"
-        ) from error
+        raise PlanError(f"can't read the placement {path}: {error}", hint=EXAMPLE) from error
     parts: Mapping[str, object] = document.get("parts", {})
     if (
         not isinstance(parts, dict)
         or sorted(parts) != sorted(map(str, range(len(parts))))
         or not parts
     ):
-        raise PlanError(
-            f"{path} needs a table [parts] with the keys 0, 1, ...", hint=f"such as\n{EXAMPLE}"
-        )
+        raise PlanError(f"{path} needs a table [parts] with the keys 0, 1, ...", hint=EXAMPLE)
     patterns = []
     for key in sorted(parts, key=int):
         listed = parts[key]
@@ -105,8 +101,6 @@ def read_placement(path: Path) -> Placement:
             or not listed
             or not all(isinstance(item, str) for item in listed)
         ):
-            raise PlanError(
-                f"{path}: part {key} must be a list of names of modules", hint=f"such as\n{EXAMPLE}"
-            )
+            raise PlanError(f"{path}: part {key} must be a list of names of modules", hint=EXAMPLE)
         patterns.append(tuple(listed))
     return Placement(path, tuple(patterns))
