@@ -74,9 +74,10 @@ def cut(capture: Capture, stage_of: Callable[[Piece], int], ranks: Sequence[int]
         ):
             needed[-1][output] = None
     consumers = {
-        name: tuple(k for k, names in enumerate(needed) if name in names) for name in producer
+        name: users
+        for name in producer
+        if (users := tuple(k for k, names in enumerate(needed) if name in names))
     }
-    consumers = {name: stages for name, stages in consumers.items() if stages}
     stages = tuple(
         Stage(
             number,
