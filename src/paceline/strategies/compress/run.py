@@ -99,21 +99,15 @@ class OnStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # None on a CPU, where a sum is complete when `start` returns.
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.sent_bytes = 0.0
+        self.stream, self.sent_bytes = torch.cuda.Stream(device), 0.0
 
     def start(self, sum_: Callable[[], float]) -> None:
-        if self.stream is None:
-            self.sent_bytes += sum_()
-            return
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             self.sent_bytes += sum_()
 
     def finish(self) -> float:
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         sent_bytes, self.sent_bytes = self.sent_bytes, 0.0
         return sent_bytes
 
