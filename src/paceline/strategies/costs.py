@@ -162,27 +162,18 @@ class Step:
         return self.microbatch_samples[point.microbatch]
 
 
-def forward_moments(
-    microbatch: int, segment: int, repeat: int
-) -> Iterator[tuple[MomentName, HookPoint]]:
-    """Yield the forward moments of a row of equal segments: the first, one for all between, the
-    last."""
-    for is_first, is_last in _ENDS[min(repeat, 3)]:
-        point = HookPoint(microbatch, segment, is_first, is_last)
-        yield "before_forward", point
-        yield "forward", point
-        yield "after_forward", point
+FORWARD: tuple[MomentName, ...] = ("before_forward", "forward", "after_forward")
+BACKWARD: tuple[MomentName, ...] = ("before_backward", "backward", "after_backward")
 
 
-def backward_moments(
-    microbatch: int, segment: int, repeat: int
+def moments(
+    names: tuple[MomentName, ...], microbatch: int, segment: int, repeat: int
 ) -> Iterator[tuple[MomentName, HookPoint]]:
-    """Yield the backward moments of a row of equal segments, the last segment first."""
-    for is_first, is_last in reversed(_ENDS[min(repeat, 3)]):
+    """Yield the moments FORWARD or BACKWARD of a row of equal segments: the first, one for all
+    between, the last; in backward, the last one first."""
+    for is_first, is_last in _ENDS[min(repeat, 3)][:: 1 if names is FORWARD else -1]:
         point = HookPoint(microbatch, segment, is_first, is_last)
-        yield "before_backward", point
-        yield "backward", point
-        yield "after_backward", point
+        yield from ((name, point) for name in names)
 
 
 _ENDS = {

@@ -22,11 +22,12 @@ from paceline.simulate.program import (
     free,
 )
 from paceline.strategies.costs import (
+    BACKWARD,
+    FORWARD,
     HookPoint,
     MomentName,
-    backward_moments,
     compute,
-    forward_moments,
+    moments,
 )
 from paceline.strategies.stages.schedule import Action, ActionKind
 
@@ -133,7 +134,7 @@ def forward_course(
     """Yield the moments of a stage's forward of a micro-batch."""
     yield "begin", HookPoint(microbatch, stage.segments.start)
     for segment in stage.segments:
-        yield from forward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
+        yield from moments(FORWARD, microbatch, segment, rank.profile.segments[segment].repeat)
 
 
 def input_gradients(profile: Profile, stage: StageCost, samples: float) -> Iterator[Event]:
@@ -151,5 +152,5 @@ def backward_course(
     """Yield the moments of a stage's backward of a micro-batch."""
     yield "turn", HookPoint(microbatch, stage.segments.start)
     for segment in reversed(stage.segments):
-        yield from backward_moments(microbatch, segment, rank.profile.segments[segment].repeat)
+        yield from moments(BACKWARD, microbatch, segment, rank.profile.segments[segment].repeat)
     yield "done", HookPoint(microbatch, stage.segments.start)
