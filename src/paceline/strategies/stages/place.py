@@ -67,15 +67,7 @@ def place_automatically(
             # to the next.
             return held_bytes[part] + need / 2 > room[part], max(ready, free[part]), is_apart, part
 
-        empty = (
-            [
-                part
-                for part in range(len(room))
-                if not any(part_of.get(other.key) == part for other in with_parameters)
-            ]
-            if piece.parameters
-            else []
-        )
+        empty = set(range(len(room))) - {part_of.get(other.key) for other in with_parameters}
         choices = empty if piece.parameters and len(empty) >= num_left else range(len(room))
         part = min(choices, key=cost)
         if not piece.parameters and sources:
@@ -164,22 +156,10 @@ def stages(capture: Capture, part_of: Mapping[str, int]) -> tuple[dict[str, int]
 def in_turn(parts: Sequence[int], *, num_parts: int, num_microbatches: int) -> list[list[Action]]:
     """Return each part's actions: for each micro-batch, the forwards of all its stages, then the
     backwards."""
-    return [
-        [
-            action
-            for microbatch in range(num_microbatches)
-            for action in (
-                *(
-                    Action("F", stage, microbatch)
-                    for stage, stage_part in enumerate(parts)
-                    if stage_part == part
-                ),
-                *(
-                    Action("B", stage, microbatch)
-                    for stage, stage_part in reversed(list(enumerate(parts)))
-                    if stage_part == part
-                ),
-            )
-        ]
-        for part in range(num_parts)
-    ]
+    orders: list[list[Action]] = [[] for _ in range(num_parts)]
+    for microbatch in range(num_microbatches):
+        for stage, part in enumerate(parts):
+            orders[part].append(Action("F", stage, microbatch))
+        for stage, part in reversed(list(enumerate(parts))):
+            orders[part].append(Action("B", stage, microbatch))
+    return orders
