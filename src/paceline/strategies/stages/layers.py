@@ -68,7 +68,8 @@ def layered(split: SplitJob) -> Profile:
                 tensor=_cut(line) if unit else None,
             )
         )
-        parameters += [replace(p, unit=unit, is_cut=_divides(p)) for p in first_used]
+        # Matrices are split. Rounding up if a side doesn't divide changes little.
+        parameters += [replace(p, unit=unit, is_cut=p.num_bytes > p.rows * 8) for p in first_used]
         used.update(piece.parameters)
     segments.append(replace(_line(first[LOSS], second[LOSS]), unit=""))
     return folded(
@@ -80,14 +81,6 @@ def layered(split: SplitJob) -> Profile:
             notes=(*split.whole.notes, TENSOR_NOTE),
         )
     )
-
-
-def _divides(p: Parameter) -> bool:
-    """Whether a parameter is split: matrices are.
-
-    Rounding up if a side doesn't divide changes little.
-    """
-    return p.num_bytes > p.rows * 8
 
 
 def _cut(segment: Segment) -> TensorCut | None:

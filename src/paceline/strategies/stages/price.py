@@ -256,18 +256,13 @@ class SplitJob:
 
     def _sizes(self, split: TensorSplit) -> dict[str, Parameter]:
         """Return every parameter with the sizes that a rank of the tensor axis holds."""
-
-        def part(parameter: Parameter) -> Parameter:
-            if parameter.name not in split.cuts:
-                return parameter
-            ranks = split.mesh.size()  # type: ignore[union-attr]
-            return replace(
-                parameter,
-                num_bytes=parameter.num_bytes // ranks,
-                state_bytes=parameter.state_bytes // ranks,
-            )
-
-        return {p.name: part(p) for p in self.whole.parameters}
+        ranks = split.mesh.size() if split.mesh is not None else 1
+        return {
+            p.name: replace(p, num_bytes=p.num_bytes // ranks, state_bytes=p.state_bytes // ranks)
+            if p.name in split.cuts
+            else p
+            for p in self.whole.parameters
+        }
 
     def _split(self, plan: Plan, samples: int) -> TensorSplit:
         """Return the split of layers over a plan's tensor axis, for micro-batches of `samples`
