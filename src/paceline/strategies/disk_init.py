@@ -73,17 +73,19 @@ class MappedTensors:
         """
         before, config.load.mmap = config.load.mmap, True
         try:
-            with _Watch(self, moves=True):
+            with self.running(moves=True):
                 yield
         finally:
             config.load.mmap = before
-            self._let_go()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Drop pages of the files after operators have used them, while the context is entered."""
+    def running(self, *, moves: bool = False) -> Iterator[None]:
+        """Drop pages of the files after operators have used them, while the context is entered.
+
+        moves: whether large results of operators go to files.
+        """
         try:
-            with _Watch(self, moves=False):
+            with _Watch(self, moves=moves):
                 yield
         finally:
             self._let_go()
