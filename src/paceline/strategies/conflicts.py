@@ -33,9 +33,8 @@ _OTHERS: tuple[Conflict, ...] = (
 
 def stated(of_job: str = "") -> Iterator[Conflict]:
     """Yield the conflicts with a choice of a job, or by default those that hold for every job."""
-    for strategy in strategies():
-        yield from (conflict for conflict in strategy.conflicts if conflict.of_job == of_job)
-    yield from (conflict for conflict in _OTHERS if conflict.of_job == of_job)
+    for conflicts in (*(strategy.conflicts for strategy in strategies()), _OTHERS):
+        yield from (conflict for conflict in conflicts if conflict.of_job == of_job)
 
 
 def check(plan: Plan, of_job: str = "") -> None:
