@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,10 +23,11 @@ def tables(model: nn.Module) -> dict[str, Table]:
             rows.
     """
     modules: dict[str, Table] = {}
-    users: dict[int, int] = {}
-    for module in model.modules():
-        for _, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            users[id(p)] = users.get(id(p), 0) + 1
+    users: Counter[torch.Tensor] = Counter(
+        p
+        for module in model.modules()
+        for _, p in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is not True:
             continue
@@ -40,7 +42,7 @@ def tables(model: nn.Module) -> dict[str, Table]:
                 f"{problem} and has max_norm or scale_grad_by_freq, which look at rows that others touch",
                 hint="leave them out, or build it with sparse=False",
             )
-        if users[id(module.weight)] > 1:
+        if users[module.weight] > 1:
             raise JobError(
                 f"{problem} and shares its weight with another module",
                 hint="build it with sparse=False, or give each a weight of its own",
