@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from paceline.model.cost.profile import Parameter
 from paceline.simulate.program import COMPUTE, NETWORK, Allocate, Collective, Compute, Event
 from paceline.strategies.costs import HookPoint, Hooks, Step
 from paceline.strategies.data.buckets import assign as assign_buckets
@@ -39,7 +40,7 @@ def enter(step: Step) -> Hooks:
             stream=COMPUTE,
             times=order.fragments * seldom,
         )
-        for bucket in _buckets(step):
+        for bucket in _buckets(trainable, order.fragments):
             yield from reduce(
                 step.plan.modifiers.compress,
                 bucket,
@@ -55,14 +56,10 @@ def enter(step: Step) -> Hooks:
     return {"start": start, "update": update}
 
 
-def _buckets(step: Step) -> list[Bucket]:
+def _buckets(trainable: Sequence[Parameter], fragments: int) -> list[Bucket]:
     """Return the buckets of all fragments."""
-    order = step.plan.outer_steps
-    trainable = [p for p in step.profile.parameters if p.trainable]
     buckets = []
-    for fragment in assign(
-        [p.num_bytes for p in trainable], min(order.fragments, len(trainable)) if order else 1
-    ):
+    for fragment in assign([p.num_bytes for p in trainable], min(fragments, len(trainable))):
         parameters = [trainable[i] for i in fragment]
         for bucket in assign_buckets(
             [p.num_bytes for p in parameters], [p.dtype for p in parameters]
