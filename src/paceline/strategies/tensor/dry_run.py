@@ -16,7 +16,7 @@ from paceline.model.graph import Piece
 from paceline.strategies.tensor.exchange import Exchanges
 from paceline.strategies.tensor.piece import SplitPiece
 from paceline.strategies.tensor.program import Program
-from paceline.strategies.tensor.run import TensorSplit, why_whole
+from paceline.strategies.tensor.run import TensorSplit, leaves_of, why_whole
 
 
 class PaperMesh(DeviceMesh):
@@ -67,10 +67,7 @@ def try_on_paper(
     split."""
     with torch.no_grad():
         outputs = list(run.piece.run(*weights, *buffers, *inputs))
-    leaves = [
-        t.detach().requires_grad_(t.is_floating_point() and wanted)
-        for t, wanted in zip((*weights, *inputs), (*[True] * len(weights), *trained), strict=True)
-    ]
+    leaves = leaves_of(weights, inputs, trained)
     reason = None
     try:
         with torch.enable_grad():

@@ -69,6 +69,7 @@ class TensorSplit:
         """
         if self.mesh is None or not self.sequence:
             return capture
+        cut = Cut(SEQUENCE)
         takers: dict[str, list[Piece]] = {}
         for piece in capture.pieces:
             for name in piece.inputs:
@@ -89,7 +90,9 @@ class TensorSplit:
         return replace(
             capture,
             values={
-                name: _part_of_sequence(value, self.mesh.size()) if name in parts else value
+                name: replace(value, shape=tuple(cut.part_shape(value.shape, self.mesh.size())))
+                if name in parts
+                else value
                 for name, value in capture.values.items()
             },
             pieces=tuple(
@@ -153,11 +156,6 @@ class TensorSplit:
         for name in tensors.keys() - self.cuts.keys() if device is not None else ():
             tensors[name].data = tensors[name].data.to(device)
         return parameters
-
-
-def _part_of_sequence(value: Value, ranks: int) -> Value:
-    samples, length, features = value.shape
-    return replace(value, shape=(samples, length // ranks, features))
 
 
 def _distributed(
@@ -399,11 +397,22 @@ def _agreed(fine: bool, mesh: DeviceMesh) -> bool:
     return bool(flag)
 
 
+def leaves_of(
+    weights: list[torch.Tensor], inputs: list[torch.Tensor], trained: list[bool]
+) -> list[torch.Tensor]:
+    """Return copies of weights and inputs with gradients. trained: whether each input has one."""
+    wanted = (*[True] * len(weights), *trained)
+    return [
+        t.detach().clone().requires_grad_(t.is_floating_point() and is_wanted)
+        for t, is_wanted in zip((*weights, *inputs), wanted, strict=True)
+    ]
+
+
 def _outputs_and_gradients(
     run: Callable[..., tuple[torch.Tensor, ...]],
-    parameters: Iterable[torch.Tensor],
+    parameters: list[torch.Tensor],
     buffers: list[torch.Tensor],
-    inputs: Iterable[torch.Tensor],
+    inputs: list[torch.Tensor],
     trained: list[bool],
 ) -> tuple[Any, Any]:
     """Return a piece's outputs, and the gradients of a fixed mixture of them with respect to
@@ -411,11 +420,7 @@ def _outputs_and_gradients(
 
     trained: whether each input depends on weights.
     """
-    count = len(list(parameters))
-    leaves = [
-        t.detach().clone().requires_grad_(t.is_floating_point() and wanted)
-        for t, wanted in zip((*parameters, *inputs), (*[True] * count, *trained), strict=True)
-    ]
+    leaves, count = leaves_of(parameters, inputs, trained), len(parameters)
     with torch.enable_grad():
         # Inputs are cloned, because the piece may edit them in place.
         outputs = run(*leaves[:count], *buffers, *(leaf.clone() for leaf in leaves[count:]))
