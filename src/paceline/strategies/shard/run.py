@@ -132,7 +132,11 @@ def prepare(
     running = _Running()
     # Captured pieces need no check: all ranks call them alike, and they return tensors.
     if outermost:
-        running = _watch_calls(sharded, _roll(list(sharded), mesh, expects=kind == "cuda"))
+        expects = kind == "cuda"
+        group = mesh.new_group(["shard"], backend="gloo") if expects else mesh.group("shard")
+        assert group is not None, "this rank is a member"
+        roll = OrderCheck(list(sharded), group, mesh.ranks_along("shard"), expects=expects)
+        running = _watch_calls(sharded, roll)
         model.forward = _explained(model.forward)
     trainable = {name: p for name, p in model.named_parameters() if p in whole and p.requires_grad}
     return Sharding(
@@ -202,16 +206,6 @@ def _gathered_cast(
             str(observed.cast_dtype).removeprefix("torch."),
         )
     return cast
-
-
-def _roll(units: Sequence[str], mesh: Mesh, *, expects: bool) -> OrderCheck:
-    """Make the collective-order check.
-
-    Collective if `expects`: each row of the axis then gets its own group.
-    """
-    group = mesh.new_group(["shard"], backend="gloo") if expects else mesh.group("shard")
-    assert group is not None, "this rank is a member"
-    return OrderCheck(units, group, mesh.ranks_along("shard"), expects=expects)
 
 
 def _bring(device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
