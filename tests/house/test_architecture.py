@@ -53,7 +53,6 @@ BEYOND_LIMITS = {
     "servers/server.py: __init__",
     "servers/server_state.py: __init__",
     "servers/worker.py: __init__",
-    "strategies/data/run.py: __init__",
     "strategies/server/shards.py: assign",
     "strategies/shard/run.py: prepare",
     "strategies/stages/layout.py: __init__",

@@ -22,7 +22,6 @@ from paceline.strategies.layout import Layout, Whole
 from paceline.training.feed import MicroBatch
 from paceline.training.loop import Loop
 from paceline.training.own_step.gathered import gathered
-from paceline.training.own_step.named_parts import hold
 from paceline.training.own_step.step import BackwardWork, OwnStep
 from paceline.training.own_step.step_batch import joined
 from paceline.training.prefetch import Fed
@@ -90,7 +89,8 @@ class Turn:
         if self.state.merges_edits and self.taken.backwards and self.taken.pending is None:
             self.state.edits.begin()  # so that no update is taken for an edit of a later forward
         for part in self.state.parts.values():
-            hold(part.synchronisers)
+            for synchroniser in part.synchronisers:
+                synchroniser.hold()
             if isinstance(part.layout, Whole):
                 self._forwards.enter_context(part.layout.surrounding(self.rows))
         self.taken.beat("forward")
