@@ -17,6 +17,7 @@ from benchmarks.turns import ROOT
 from paceline.strategies.plan import Plan
 
 PYTHON = (sys.executable,)
+PACELINE = ("-m", "tests.devices.shared_gpu", "paceline")  # whose ranks may share a GPU
 Given, Made = TypeVar("Given"), TypeVar("Made")
 TIMEOUT_S = 300.0  # torch takes some seconds to start CUDA, and a compiled model a minute
 PATIENCE_S = 100.0  # of a training: a rank that hangs is named while its command still runs
@@ -105,7 +106,7 @@ def devices(plan: str, gpus: int) -> str:
     read = Plan.parse(plan)
     needed = read.world_size - read.num_cpu_ranks
     if needed > gpus:
-        return f"{needed}xcuda:0"
+        return ",".join(["cuda:0"] * needed)
     return f"cuda:0-{needed - 1}" if needed > 1 else "cuda:0"
 
 
@@ -121,8 +122,7 @@ def train(
     """
     return [
         *python,
-        "-m",
-        "paceline",
+        *PACELINE,
         "train",
         f"{Path(__file__).with_name('jobs.py')}:{job}",
         "--plan",

@@ -1,6 +1,7 @@
 """Every kind of plan on GPUs beside one GPU, and one GPU beside the CPU, in float64.
 
-Where there are fewer GPUs than a plan has ranks, they share the first one and talk over gloo.
+Where there are fewer GPUs than a plan has ranks, they share the first one and talk over gloo, by
+`tests/devices/shared_gpu.py`.
 """
 
 from __future__ import annotations

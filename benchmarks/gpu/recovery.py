@@ -50,8 +50,7 @@ def recovery(
         ended = command.run(
             [
                 *python,
-                "-m",
-                "paceline",
+                *command.PACELINE,
                 "rehearse",
                 f"{Path(__file__).with_name('jobs.py')}:gpt",
                 "--plan",

@@ -74,10 +74,10 @@ def test_what_there_was_no_time_for_is_named(tmp_path: Path, monkeypatch: pytest
     [
         ("single", 1, "cuda:0"),
         ("data=2", 2, "cuda:0-1"),
-        ("data=2", 1, "2xcuda:0"),
-        ("data=2 shard=2", 3, "4xcuda:0"),
+        ("data=2", 1, "cuda:0,cuda:0"),
+        ("data=2 shard=2", 3, "cuda:0,cuda:0,cuda:0,cuda:0"),
         ("servers=2 workers=2", 2, "cuda:0-1"),
-        ("servers=1 workers=2 colocate=yes", 1, "2xcuda:0"),
+        ("servers=1 workers=2 colocate=yes", 1, "cuda:0,cuda:0"),
         ("servers=2 workers=1", 1, "cuda:0"),
     ],
 )
@@ -107,9 +107,9 @@ def test_relaxed_plans_are_compared_with_themselves(
     )
     assert requested == [
         ("single", "cuda:0"),
-        ("data=2", "2xcuda:0"),
+        ("data=2", "cuda:0,cuda:0"),
         ("data=2 local=2", "cpu:0-1"),
-        ("data=2 local=2", "2xcuda:0"),
+        ("data=2 local=2", "cuda:0,cuda:0"),
     ]
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_hangs_is_named_before_its_command_is_ended(tmp_path: Path):
     words = command.train(["python"], "job", "data=2", "cuda:0-1", tmp_path)
     assert 60 < float(words[words.index("--timeout") + 1]) < command.TIMEOUT_S / 2
     words = command.train(["python"], "job", "data=2", "cuda:0-1", tmp_path, "--timeout", "5")
-    assert cli.parse(words[3:])[1]["timeout_s"] == 5
+    assert cli.parse(words[4:])[1]["timeout_s"] == 5
 
 
 def test_rows_are_written_and_told_as_they_come(
@@ -248,7 +248,7 @@ def test_the_page_names_what_is_wrong():
             {
                 "failure": "a kill",
                 "plan": "data=2",
-                "devices": "2xcuda:0",
+                "devices": "cuda:0,cuda:0",
                 "expected_exit_code": 4,
                 "exit_code": 1,
                 "verdict": "differs",
@@ -264,7 +264,7 @@ def test_the_page_names_what_is_wrong():
                 "predicted_bytes": 4 << 20,
                 "of_predicted": 0.75,
             },
-            {"model": "m", "plan": "data=2", "devices": "2xcuda:0", "reason": "error: y"},
+            {"model": "m", "plan": "data=2", "devices": "cuda:0,cuda:0", "reason": "error: y"},
         ],
         "speed": [{"model": "m", "precision": "bf16", "contender": "single", "reason": "error: x"}],
     }
@@ -277,7 +277,7 @@ def test_the_page_names_what_is_wrong():
     ]
     lines = page.page(document).splitlines()
     assert "| blocks | `shard=2` | cuda:0-1 | differs | 5e-01 |  |" in lines
-    assert "| a kill | `data=2` | 2xcuda:0 | 1 | 4 |  | differs a / b |" in lines
+    assert "| a kill | `data=2` | cuda:0,cuda:0 | 1 | 4 |  | differs a / b |" in lines
     assert (
         "| half | `shard=2` | failed | off by |" in lines
         and "| half | `data=2` | coupled | a BatchNorm |" in lines
@@ -402,7 +402,9 @@ def test_the_whole_check_on_pretended_gpus(
         plans, "equal"
     )
     assert {cell["devices"] for cell in document["matrix"]} == (
-        {"cuda:0", "2xcuda:0", "3xcuda:0"} if gpus == 1 else {"cuda:0", "cuda:0-1", "3xcuda:0"}
+        {"cuda:0", "cuda:0,cuda:0", "cuda:0,cuda:0,cuda:0"}
+        if gpus == 1
+        else {"cuda:0", "cuda:0-1", "cuda:0,cuda:0,cuda:0"}
     )
     # A pretended GPU has no kernels that run by themselves.
     assert [row["verdict"] for row in document["failures"]] == [

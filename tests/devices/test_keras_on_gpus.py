@@ -106,7 +106,7 @@ def _near(value: Any, expected: Any) -> None:
     [
         ("data=2", "cuda:1-2", "own step"),
         pytest.param("data=3", "", "frozen", marks=pytest.mark.slow),
-        pytest.param("data=2", "2xcuda:0", "dropout", marks=pytest.mark.slow),
+        pytest.param("data=2", "cuda:0,cuda:0", "dropout", marks=pytest.mark.slow),
         pytest.param("data=2", "cpu:0-1", "evaluated", marks=pytest.mark.slow),
         pytest.param("data=2", "cuda:0-1", "evaluated", marks=pytest.mark.slow),
         pytest.param("tensor=2", "cuda:0-1", "job", marks=pytest.mark.slow),

@@ -222,7 +222,7 @@ def readers(run: Path) -> Mapping[str, Reader]:
         ),
         Reader(
             "devices",
-            (b"cuda:0-3", b"cpu:0,cpu:1", b"4xcuda:0"),
+            (b"cuda:0-3", b"cpu:0,cpu:1", b"cuda:2,cuda:5"),
             _text(_parse_names),
             is_file=False,
         ),

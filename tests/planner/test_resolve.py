@@ -60,10 +60,8 @@ def settled(
             "cuda:7 (workers)",
         ),
         ("servers=1 workers=2", "cuda:0-1,cpu:0", "cpu:0 (servers) and cuda:0,cuda:1 (workers)"),
-        ("servers=1 workers=2 staleness=inf", "2xcuda:3", "cpu:0 (servers) and 2xcuda:3 (workers)"),
         ("servers=2 workers=2 colocate=yes", None, "cuda:0,cuda:1"),
         ("servers=1 workers=2", "cpu:0-2", "cpu:0,cpu:1,cpu:2"),
-        ("data=2 shard=2", "4xcuda:0", "4xcuda:0"),
     ],
 )
 def test_the_devices_of_a_plan(plan: str, devices: str | None, expected: str):
@@ -86,7 +84,7 @@ def test_the_devices_of_a_plan(plan: str, devices: str | None, expected: str):
             "cuda:0-2",
             "has 4 workers here and --devices names 3 GPUs(?s:.*)--devices cuda:0-3",
         ),
-        ("data=2", "4xcuda:0", "needs 2 devices here and --devices names 4"),
+        ("data=2", "cuda:0-3", "needs 2 devices here and --devices names 4"),
     ],
 )
 def test_devices_that_a_plan_has_no_use_for(plan: str, devices: str, message: str):
@@ -113,13 +111,6 @@ def test_servers_are_ranks_of_the_first_host(rank: int, expected: str):
         assert [device.kind for device in devices_of(resolved.plan, resolved.cluster)] == [
             "cpu"
         ] * 2 + ["cuda"] * 8
-
-
-def test_ranks_of_several_hosts_share_no_gpu():
-    with pytest.raises(
-        PlanError, match="lets ranks share a GPU, and this run has ranks on several hosts"
-    ):
-        settled("data=10", "5xcuda:0", environment=under_torchrun(0))
 
 
 def test_other_plans_are_for_gpus_alone():

@@ -12,7 +12,7 @@ from paceline.api.known_trials import fingerprint
 from paceline.api.links import with_links
 from paceline.api.plan_choice import PlanChoice
 from paceline.api.planning import nothing_fits
-from paceline.base.errors import PlanError, UsageError
+from paceline.base.errors import UsageError
 from paceline.base.fork import in_a_fork
 from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.cluster import Cluster
@@ -58,11 +58,6 @@ def choose(
             )
         return PlanChoice(default_plan(job, environment.world_size))
     cluster = with_links(Cluster.local(devices, num_ranks=procs, memory=memory))
-    if cluster.are_shared:
-        raise PlanError(
-            f"--devices {devices} lets ranks share a GPU: which plan is the fastest there says nothing",
-            hint=f"name the plan to test, such as --plan data={len(cluster.devices)}",
-        )
     if len(cluster.devices) == 1:
         return PlanChoice(Plan())
     search = partial(_choose, job, cluster, may_be_fewer=devices is None and procs is None)

@@ -167,17 +167,12 @@ def _predict(priced: Priced, run_dir: Path) -> None:
     if estimate is None:
         write_json(run_dir / folder.PREDICTED, {"step_s": None, "peak_memory_bytes": None})
         return
-    times: dict[str, float | None] = {
-        "step_s": estimate.step_s,
-        "step_s_low": estimate.low_s,
-        "step_s_high": estimate.high_s,
-    }
-    if priced.resolved.cluster.are_shared:
-        times = dict.fromkeys(times)
     write_json(
         run_dir / folder.PREDICTED,
         {
-            **times,
+            "step_s": estimate.step_s,
+            "step_s_low": estimate.low_s,
+            "step_s_high": estimate.high_s,
             "peak_memory_bytes": estimate.peak_memory_bytes,
             "ledger": dict(estimate.ledger),
             "breakdown": dict(estimate.breakdown),

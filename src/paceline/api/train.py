@@ -70,8 +70,8 @@ def train(
             fastest exact plan that fits: predicted, and corrected by short runs if the run is long
             enough. Inside a launcher the default is one replica per rank. A run that is resumed
             keeps its plan.
-        devices: Names such as cpu:0-1, cuda:0-3 or 2xcuda:0, which is one GPU for two ranks. By
-            default this machine's GPUs, else one CPU rank per core.
+        devices: Names such as cpu:0-1 or cuda:0-3, one a rank. By default this machine's GPUs, else
+            one CPU rank per core.
         on: "ray", or "ray:HOST:PORT" of its head, uses the nodes of a Ray cluster instead of this
             machine.
         procs: Number of ranks, if neither the plan nor the devices say it.
@@ -478,7 +478,7 @@ def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: b
         f"plan {plan} on {resolved.devices}{why and f', chosen: {why}'}\n"
         f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
         f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-        f"{_all_at_once(job)}{_plan_notes(plan)}{_sharing(resolved)}{'' if by_name else _unused(resolved)}"
+        f"{_all_at_once(job)}{_plan_notes(plan)}{'' if by_name else _unused(resolved)}"
         f"run folder {run_dir}"
     )
 
@@ -488,16 +488,6 @@ def _all_at_once(job: Job) -> str:
     if job.num_samples is None or job.batch <= job.num_samples:
         return ""
     return f"note: a batch of {job.batch} is more than the {job.num_samples} samples: a step is an epoch\n"
-
-
-def _sharing(resolved: Resolved) -> str:
-    """Return a line about ranks that share a GPU; empty if each has its own."""
-    if not resolved.cluster.are_shared:
-        return ""
-    return (
-        "ranks share a GPU and send each other everything through the CPU, over gloo: this shows what the plan "
-        "computes; its speed says nothing\n"
-    )
 
 
 def _unused(resolved: Resolved) -> str:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import overload
 
@@ -132,14 +130,6 @@ class Cluster:
         """
         enough = [link for count, link in self.links if count >= len(self.devices)]
         return (enough or [link for _, link in self.links[-1:]] or [self.link])[0]
-
-    @property
-    def are_shared(self) -> bool:
-        """Whether ranks share GPUs.
-
-        This is for tests, and the speed of such ranks means nothing.
-        """
-        return not self.nodes and any(device.num_sharing > 1 for device in self.devices)
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
@@ -274,8 +264,7 @@ class Cluster:
         at most).
 
         Args:
-            devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank; "4xcuda:0" is four ranks
-                that share a GPU.
+            devices: Names such as "cpu:0,cpu:1" or "cuda:0-3", one a rank.
             num_ranks: Ranks to make room for; CPU ranks may outnumber cores, GPU ranks may not
                 outnumber GPUs.
             num_cpu_ranks: How many of them, the first ones, compute on the CPU also where the
@@ -316,8 +305,7 @@ class Cluster:
             raise ClusterError(
                 f"{needed} ranks{beside or ''} need {needed} GPUs and this machine has {len(here)}",
                 hint=f"a plan of at most {len(here)} rank{'s' * (len(here) > 1)}{beside or ''}, or "
-                f"{_devices_option(f'cpu:0-{num_ranks - 1}')}; for a test, "
-                f"{_devices_option(f'{needed}xcuda:0')} lets ranks share a GPU",
+                f"{_devices_option(f'cpu:0-{num_ranks - 1}')}",
             )
         elif idle := unusable():
             cpus = f"cpu:0-{num_ranks - 1}" if num_ranks and num_ranks > 1 else "cpu:0"
@@ -326,17 +314,14 @@ class Cluster:
             )
         else:
             named = [("cpu", i) for i in range(num_ranks or min(usable_cores(), 8))]
-        num_cpu, sharing = sum(kind == "cpu" for kind, _ in named), Counter(named)
+        num_cpu = sum(kind == "cpu" for kind, _ in named)
         listed = tuple(
-            _shared(here[i] if whole else _with_free(here[i]), sharing[kind, i])
-            if kind == "cuda"
-            else _cpu(i, num_cpu)
+            _cpu(i, num_cpu) if kind == "cpu" else here[i] if whole else _with_free(here[i])
             for kind, i in named
         )
-        are_own_gpus = all(device.kind == "cuda" and device.num_sharing == 1 for device in listed)
         return cls(
             devices=listed if memory is None else _limited(listed, memory),
-            link=_between_gpus([i for _, i in named]) if are_own_gpus else LOOPBACK,
+            link=LOOPBACK if num_cpu else _between_gpus([i for _, i in named]),
         )
 
 
@@ -352,7 +337,7 @@ def usual_nodes(accelerator: Accelerator, count: int, each: int) -> Nodes:
 
 
 _NAMING = (
-    "devices are named cpu:0,cpu:1 or cuda:0-3; 4xcuda:0 is four ranks that share a GPU, for tests"
+    "name one device for each rank, as cuda:0-3 or cpu:0,cpu:1; NCCL refuses two ranks on one GPU"
 )
 
 
@@ -376,10 +361,6 @@ def _devices_option(devices: str) -> str:
 
 def _cpu(index: int, num_cpu_ranks: int) -> Device:
     return Device("cpu", index, usable_memory_bytes() // num_cpu_ranks, name="CPU")
-
-
-def _shared(device: Device, num_ranks: int) -> Device:
-    return replace(device, memory_bytes=device.memory_bytes // num_ranks, num_sharing=num_ranks)
 
 
 def _limited(devices: tuple[Device, ...], text: str) -> tuple[Device, ...]:
@@ -455,41 +436,32 @@ def _with_free(device: Device) -> Device:
 def names_of(devices: Sequence[object]) -> str:
     """Return a list of devices, or of their names, as the text with which a user asks for them.
 
-    >>> names_of(["cuda:0", "cuda:0", "cuda:1"])
-    '2xcuda:0,cuda:1'
+    >>> names_of(["cuda:0", "cuda:1"])
+    'cuda:0,cuda:1'
     """
-    runs = ((name, len(list(run))) for name, run in groupby(map(str, devices)))
-    return ",".join(name if times == 1 else f"{times}x{name}" for name, times in runs)
+    return ",".join(map(str, devices))
 
 
 def _parse_names(text: str) -> list[tuple[DeviceKind, int]]:
     named: list[tuple[DeviceKind, int]] = []
     for word in filter(None, re.split(r"[\s,]+", text)):
-        match = re.fullmatch(r"(?:(\d{1,4})x)?([a-z]+)(?::(\d{1,4})(?:-(\d{1,4}))?)?", word)
+        match = re.fullmatch(r"([a-z]+)(?::(\d{1,4})(?:-(\d{1,4}))?)?", word)
         if not match:
             raise ClusterError(f"can't read device '{word}'", hint=_NAMING)
-        kind, first, last = match[2], int(match[3] or 0), int(match[4] or match[3] or 0)
-        times = int(match[1] or 1)
+        kind, first, last = match[1], int(match[2] or 0), int(match[3] or match[2] or 0)
         if refused := refusal(kind):
             raise ClusterError(refused.reason, hint=refused.way_out)
         if kind not in ("cpu", "cuda"):
             raise ClusterError(f"unknown device kind '{kind}', {nearest(kind, ['cpu', 'cuda'])}")
         if last < first:
             raise ClusterError(f"device range '{word}' runs backwards")
-        if match[1] and (kind == "cpu" or times < 1):
-            raise ClusterError(
-                f"'{word}' is not a number of ranks that share a GPU",
-                hint="4xcuda:0 is four of them; ranks on the CPU are numbered: cpu:0-3",
-            )
         indices, known = range(first, last + 1), set(named)
         if repeated := [index for index in indices if (kind, index) in known]:
             raise ClusterError(
                 f"a device is named twice in '{text}': {kind}:{repeated[0]}",
-                hint=f"one device a rank; for a test, 2x{kind}:{repeated[0]} is two ranks that share it"
-                if kind == "cuda"
-                else "one device a rank",
+                hint=_NAMING,
             )
-        named += [(kind, index) for index in indices for _ in range(times)]  # type: ignore[misc]
+        named += [(kind, index) for index in indices]  # type: ignore[misc]
     if not named:
         raise ClusterError("no device is named", hint=_NAMING)
     return named

@@ -51,7 +51,9 @@ class Device:
     # otherwise.
     total_bytes: int | None = None
     holders: tuple[str, ...] = ()  # those processes in words, as far as the driver says
-    num_sharing: int = 1  # ranks that share this GPU; each may use its part of the memory
+    # What torch calls the backend of the ranks' process group, in place of NCCL or shared memory: see
+    # `tests/devices/shared_gpu.py`.
+    backend: str | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"

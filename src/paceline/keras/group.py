@@ -23,7 +23,7 @@ class RankGroup:
 
     Args:
         rendezvous: A file that does not exist yet, the same for all ranks.
-        uses_nccl: Whether each rank has a GPU of its own. Without NCCL, tensors of GPUs go by way of the CPU.
+        uses_nccl: Whether NCCL sends tensors of GPUs. Without it they go by way of the CPU.
     """
 
     def __init__(self, rank: int, size: int, rendezvous: Path, *, uses_nccl: bool = False) -> None:

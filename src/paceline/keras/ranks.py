@@ -48,9 +48,7 @@ class Ranks:
             [name_of(device) for device in devices],
             len(devices),
         )
-        self._uses_nccl = devices[0].kind == "cuda" and all(
-            device.num_sharing == 1 for device in devices
-        )
+        self._uses_nccl = devices[0].kind == "cuda" and devices[0].backend is None
         self._computation = Computation(model)
         self._workers: Forks | None = None
         self._while_sent: Any = None  # see `Forks`

@@ -155,11 +155,6 @@ def _check_counts(
             f"plan '{plan}' needs {needed} ranks and --procs says {procs}", hint="leave --procs out"
         )
     local = environment.local_world_size if environment else needed
-    if environment is not None and local != needed and cluster.are_shared:
-        raise PlanError(
-            f"--devices {devices} lets ranks share a GPU, and this run has ranks on several hosts",
-            hint="ranks that share GPUs are for tests on one host",
-        )
     if (
         (num_cpu := _cpu_ranks_here(plan, environment))
         and cluster.devices[-1].kind == "cuda"

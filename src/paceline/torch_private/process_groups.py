@@ -1,11 +1,10 @@
 """Process groups that are made without `init_process_group`.
 
 Private names: `ProcessGroupGloo._Options`, `_devices` and `_timeout` of options,
-`ProcessGroup._set_default_backend`, `ProcessGroup._register_backend`,
-`ProcessGroup._allgather_base`, `ProcessGroup._reduce_scatter_base`. Tested with torch 2.11 and
+`ProcessGroup._set_default_backend`, `ProcessGroup._register_backend`. Tested with torch 2.11 and
 2.13, without GPUs.
 
-Newer versions of torch name the collectives `all_gather_single` and `reduce_scatter_single`.
+If torch changes `_register_backend`, CPU ranks can exchange their messages over gloo alone.
 """
 
 from datetime import timedelta
@@ -36,13 +35,3 @@ def send_over(group: Any, gloo: dist.ProcessGroupGloo) -> None:
     """Let a group send the messages of CPU tensors over gloo."""
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-
-
-def all_gather(group: Any, *arguments: Any) -> Any:
-    """Gather equal parts into one tensor. Arguments: the tensor, this rank's part, options."""
-    return group._allgather_base(*arguments)
-
-
-def reduce_scatter(group: Any, *arguments: Any) -> Any:
-    """Sum tensors of which each rank gets a part. Arguments: the part, the tensor, options."""
-    return group._reduce_scatter_base(*arguments)

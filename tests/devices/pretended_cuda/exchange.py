@@ -254,4 +254,4 @@ def _rank(context: RankContext) -> dict[str, Any]:
 
 def exchanged() -> list[dict[str, Any]]:
     """What each rank found."""
-    return run_local(_rank, Cluster.local(f"{SIZE}xcuda:0").devices, timeout_s=60)
+    return run_local(_rank, Cluster.local(",".join(["cuda:0"] * SIZE)).devices, timeout_s=60)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import shared_gpu
 import torch
 from preloaded import OF_FORKS, use_huge_pages
 from torch.utils import _pytree as pytree
@@ -340,6 +341,7 @@ def main() -> None:
     """Open and end workshops as the socket that is stdin says, until nobody speaks to it."""
     import pretended_cuda_device as device
 
+    shared_gpu.install()
     load_modules(OF_FORKS)
     use_huge_pages()
     torch.set_num_threads(1)

@@ -135,11 +135,7 @@ def _process_group(context: RankContext, device: Device, fault_policy: FaultPoli
     if context.store is None or not fault_policy.uses_process_group:
         yield
         return
-    backend = "cpu:gloo,cuda:nccl" if device.kind == "cuda" else register()
-    if device.num_sharing > 1:
-        from paceline.launch.process import shared_gpu
-
-        backend = shared_gpu.register()
+    backend = device.backend or ("cpu:gloo,cuda:nccl" if device.kind == "cuda" else register())
     # The watch speaks first and names the rank; the group's own timeout is the last resort.
     limit_s = 2 * context.timeout_s + _LAST_RESORT_S
     dist.init_process_group(

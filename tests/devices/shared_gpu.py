@@ -1,17 +1,25 @@
-"""Process groups of ranks that share a GPU: messages are copied to the CPU and travel over gloo.
+"""Lets ranks share a GPU, for tests: their messages are copied to the CPU and travel over gloo.
 
-NCCL refuses two ranks on one GPU, and gloo takes few kinds of messages from GPUs. So gloo gets only CPU tensors: the
-group that it works for knows no other device and refuses them. Every copy makes the host wait. Such runs are for tests:
-they show what a plan computes, not how fast it is.
+    install()                                # in this process and its forks
+    python -m tests.devices.shared_gpu paceline train job.py --plan data=2 --devices cuda:0,cuda:0
 
-As with NCCL, the result of a message exists for the stream that waited for its work, and a message does not count as a
-change of its tensors for autograd.
+A GPU that is named several times is then that of as many ranks, and each may use its part of the memory. Without this,
+Paceline refuses such names, as NCCL refuses two ranks on one GPU. Such runs show what a plan computes: their speed says
+nothing, nor does what is predicted of it.
+
+gloo takes few kinds of messages from GPUs. So it gets only CPU tensors: the group that it works for knows no other
+device and refuses them. Every copy makes the host wait. As with NCCL, the result of a message exists for the stream
+that waited for its work, and a message does not count as a change of its tensors for autograd.
 """
 
 from __future__ import annotations
 
+import runpy
+import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,17 +27,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.torch_private.process_groups import all_gather, reduce_scatter, send_over
+from paceline.cluster.cluster import Cluster
+from paceline.torch_private.process_groups import send_over
 
 BACKEND = "staged"
 _ProcessGroup: Any = dist.ProcessGroup  # whose signatures differ between versions
 
 
-def register() -> str:
-    """Make the backend known to torch in this process. Returns its name for `init_process_group`."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    return BACKEND
+def install() -> None:
+    """Let devices be named several times in this process and its forks."""
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    local = Cluster.local
+
+    def shared(kind: type[Cluster], devices: str | None = None, **options: Any) -> Cluster:
+        times = Counter(devices.split(",") if devices else [])
+        if times.total() == len(times):
+            return local(devices, **options)
+        cluster = local(",".join(times), **options)
+        listed = (
+            replace(device, memory_bytes=device.memory_bytes // count, backend=BACKEND)
+            if device.kind == "cuda"
+            else device
+            for device in cluster.devices
+            for count in [max(1, times[str(device)])]
+            for _ in range(count)
+        )
+        return replace(cluster, devices=tuple(listed))
+
+    Cluster.local = classmethod(shared)  # type: ignore[method-assign,assignment]
 
 
 def _create(given: Any, options: Any) -> StagedGroup:
@@ -91,7 +116,7 @@ class StagedGroup(_ProcessGroup):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         staged = _Staged()
         (filled,) = staged.filled([output])
-        return staged.begun(all_gather(self.over_gloo, filled, *staged.read([input]), opts))
+        return staged.begun(self.over_gloo._allgather_base(filled, *staged.read([input]), opts))
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
@@ -128,11 +153,8 @@ class StagedGroup(_ProcessGroup):
         staged = _Staged(mean_of=self._of_mean(opts))
         (filled,) = staged.filled([output])
         return staged.begun(
-            reduce_scatter(
-                self.over_gloo,
-                filled,
-                *staged.read([input]),
-                _as_sum(opts, dist.ReduceScatterOptions),
+            self.over_gloo._reduce_scatter_base(
+                filled, *staged.read([input]), _as_sum(opts, dist.ReduceScatterOptions)
             )
         )
 
@@ -281,3 +303,10 @@ class _Several(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
+
+
+if __name__ == "__main__":
+    # python -m tests.devices.shared_gpu MODULE ARGUMENTS...: as `python -m MODULE` does
+    install()
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
