@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from benchmarks.lab.hosts import Host, NoLab, hosts
 
 DIGITS = Path(__file__).parents[1] / "examples" / "01_digits.py"
+CHECK_HOSTS = Path(__file__).parents[1] / "scripts" / "check-hosts"
 PACELINE = [sys.executable, "-P", "-m", "paceline"]
 NUM_HOSTS, MBIT_S, PORT = 4, 50, 29500
 STEPS, SAVE_EVERY, KILLED_AFTER = 120, 20, 40
@@ -44,9 +45,9 @@ def show(made: Sequence[Host], folder: Path) -> None:
     """The demonstration, its runs in a folder."""
     run, began_s = folder / "run", time.monotonic()
     tell(
-        f"{NUM_HOSTS} hosts, {MBIT_S} Mbit/s each way; what is between them (paceline doctor --between-hosts):"
+        f"{NUM_HOSTS} hosts, {MBIT_S} Mbit/s each way; what is between them (scripts/check-hosts):"
     )
-    ended(start(made, "doctor", "--between-hosts"))
+    ended(start(made, sys.executable, "-P", str(CHECK_HOSTS)))
     train = [
         "train",
         str(DIGITS),
@@ -62,7 +63,17 @@ def show(made: Sequence[Host], folder: Path) -> None:
         f"the same command on each host: paceline train 01_digits.py --plan {plan} --hosts {may_be} --run DIR"
     )
     started = start(
-        made, *train, "--plan", plan, "--hosts", may_be, "--timeout", "10", "--run", str(run)
+        made,
+        *PACELINE,
+        *train,
+        "--plan",
+        plan,
+        "--hosts",
+        may_be,
+        "--timeout",
+        "10",
+        "--run",
+        str(run),
     )
     wait_for(run / "checkpoints" / f"step-{KILLED_AFTER}" / "COMMIT", started)
     os.killpg(started[-1].pid, signal.SIGKILL)
@@ -93,7 +104,7 @@ def start(made: Sequence[Host], *command: str) -> list[subprocess.Popen[str]]:
         "OMP_NUM_THREADS": "1",
     }
     started = [
-        host.start([*PACELINE, *command], {**place, "PET_NODE_RANK": str(number)})
+        host.start(command, {**place, "PET_NODE_RANK": str(number)})
         for number, host in enumerate(made)
     ]
     for number, process in enumerate(started):

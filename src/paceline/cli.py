@@ -55,7 +55,7 @@ GROUPS = {
     "Choice of a plan": "relaxed price_per_hour mtbf_hours scale calibrate_s other_plans",
     "Search": "trials objective limits vary sampler pruner storage study",
     "Files": "run resume save_every keep output plot html write",
-    "Checks and failures": "check restore fail_if timeout_s restarts on_spike between_hosts",
+    "Checks and failures": "check restore fail_if timeout_s restarts on_spike",
     "Faults": " ".join(KINDS),
     "Random numbers": "random seed",
     "Output": "log trace json_",
@@ -90,7 +90,6 @@ _OLD: Mapping[str, Mapping[str, str]] = {
     },
     "verify": {"--resume": "--restore"},
     "report": {"--price": "--other-plans"},
-    "doctor": {"--hosts": "--between-hosts"},
 }
 _TRAIN = "paceline.api.train:train"
 _JSON = "paceline.cli:_shared json_"
@@ -591,23 +590,11 @@ def launch(
 
 
 @_command(_JSON)
-def doctor(given: Given, *, between_hosts: bool = False, timeout_s: float = 60.0) -> Output:
-    """Say what this machine has and what is wrong with it.
-
-    Args:
-        between_hosts: Check the network between the hosts of a run, on each of which this runs.
-        timeout_s: Seconds that a host waits for the others.
-    """
+def doctor(given: Given) -> Output:
+    """Say what this machine has and what is wrong with it."""
     from paceline.doctor.machine import describe, examine
 
-    if between_hosts:
-        # Otherwise torch prints stacks of what findings say.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from paceline.doctor.hosts import examine_hosts, place_here
-
-        findings = examine_hosts(place_here(), timeout_s=timeout_s)
-    else:
-        findings = examine()
+    findings = examine()
     passed = all(finding.status != "bad" for finding in findings)
     document = {"passed": passed, "findings": [finding.to_dict() for finding in findings]}
     return Output(document, partial(describe, findings), passed)

@@ -123,7 +123,6 @@ def test_help_fits_and_says_something(name: str, monkeypatch: pytest.MonkeyPatch
         ("plan --hf opt --weights float16", "--weights is now --dtype", ("dtype", "float16")),
         ("verify x.py --resume full", "--resume is now --restore", ("restore", "full")),
         ("report runs/a --price no", "--price is now --other-plans", ("other_plans", False)),
-        ("doctor --hosts", "--hosts is now --between-hosts", ("between_hosts", True)),
     ],
 )
 def test_former_options_work_with_a_note(

@@ -1,1 +1,1 @@
-"""Checks of this machine, its GPUs, and the connections between hosts."""
+"""Checks of this machine and its GPUs."""
