@@ -268,7 +268,8 @@ def test_restarts_end_where_nothing_is_gained(tmp_path: Path, capsys: pytest.Cap
     """A third start in a row that comes no further than the first; or none is left. What was lost is raised then."""
     run, lost = RayRun("auto", FILE, pl.Plan(), tmp_path, {}, 1.0), PeerLost("node b is lost")
     attempts = ray_training._Attempts(run, RestartPolicy(10))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n{"st')
+    update = {"launch": 1, "step": 4, "epoch": 0, "start": 96, "count": 32}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(update) + '\n{"st')
     for _ in range(3):
         attempts._note_restart(lost)
     with pytest.raises(PeerLost, match="node b is lost"):

@@ -30,8 +30,7 @@ _PLACE_S = 5.0  # seconds for Ray to place ranks in one way, before another way 
 _ASK = """
 import json, sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-print("nodes " + json.dumps([[node["NodeID"], node["NodeManagerAddress"], node["Resources"]]
-                             for node in ray.nodes() if node["Alive"]]))
+print("nodes " + json.dumps(ray.nodes()))
 """
 
 
@@ -88,22 +87,22 @@ def nodes_now(address: str) -> list[Node]:
     Raises:
         ClusterError: the cluster has neither CPUs nor GPUs.
     """
-    return _with_devices(
-        [
-            (node["NodeID"], node["NodeManagerAddress"], node["Resources"])
-            for node in _ray().nodes()
-            if node["Alive"]
-        ],
-        address,
-    )
+    return _with_devices(_ray().nodes(), address)
 
 
-def _with_devices(listed: Sequence[tuple[str, str, dict[str, float]]], address: str) -> list[Node]:
+def _with_devices(listed: Sequence[dict[str, Any]], address: str) -> list[Node]:
+    """Return the nodes of Ray's list that are there and have devices."""
     for kind, resource in (("cuda", "GPU"), ("cpu", "CPU")):
         nodes = [
-            Node(node_id, node_address, kind, int(resources[resource]), node_address)
-            for node_id, node_address, resources in listed
-            if resources.get(resource, 0) >= 1
+            Node(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                kind,
+                int(node["Resources"][resource]),
+                node["NodeManagerAddress"],
+            )
+            for node in listed
+            if node["Alive"] and node["Resources"].get(resource, 0) >= 1
         ]
         if nodes:
             return _named_apart(sorted(nodes, key=lambda node: (node.name, node.id)))

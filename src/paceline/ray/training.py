@@ -34,7 +34,7 @@ from paceline.base.fork import value_of
 from paceline.job import Job
 from paceline.job.file import JobFile
 from paceline.launch.hosts import host_process
-from paceline.launch.hosts.environment import refuse_tls
+from paceline.launch.hosts.environment import Environment, refuse_tls
 from paceline.launch.hosts.nodes import NodeTransport, answers_to_greetings
 from paceline.launch.hosts.shared_files import marked
 from paceline.launch.process.failure import Failure, RankFailed, cause_of, ended_by, killed
@@ -54,6 +54,7 @@ from paceline.ray.nodes import (
     placed,
 )
 from paceline.runs import folder
+from paceline.runs.journal import last_step
 from paceline.strategies.plan import Plan
 
 _START_S = 90.0  # seconds for nodes to give CPUs or GPUs and to start Paceline
@@ -302,8 +303,18 @@ class _Attempts:
             "paceline.ray.node_rank",
             json.dumps({"job": run.source.to_dict(), "options": options}),
         ]
+        threads = os.environ.get("OMP_NUM_THREADS")
         for rank in range(run.plan.world_size):
             node, local_rank = divmod(rank, each)
+            started = Environment(
+                "Ray",
+                rank,
+                run.plan.world_size,
+                local_rank,
+                each,
+                places[0].address,
+                first["port"],
+            )
             wire.tell(
                 node,
                 Message(
@@ -312,14 +323,8 @@ class _Attempts:
                     rank,
                     {
                         "words": words,
-                        "environment": _variables(
-                            rank,
-                            run.plan.world_size,
-                            local_rank,
-                            each,
-                            places[0].address,
-                            first["port"],
-                        ),
+                        "environment": started.variables
+                        | ({"OMP_NUM_THREADS": threads} if threads else {}),
                     },
                 ).encode(),
             )
@@ -337,7 +342,7 @@ class _Attempts:
         """
         if self.interrupted:
             raise _stop(self.interrupted[0])
-        step = _steps(self.run.run_dir)
+        step = max(0, last_step(self.run.run_dir / folder.JOURNAL))
         if hint := self.restarts.why_not(step):
             _tell(hint)
             raise lost
@@ -444,41 +449,6 @@ class _Ends:
             hint = "--resume goes on from the last checkpoint"
             return replace(failure, message=f"node {home} is lost", hint=hint)
         return failure
-
-
-def _variables(
-    rank: int, world_size: int, local_rank: int, local_world_size: int, address: str, port: int
-) -> dict[str, str]:
-    """Return torchrun's variables for a rank, and the number of threads if the user sets it
-    here.
-    """
-    names = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": local_rank,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-        "PACELINE_LAUNCHER": "Ray",
-    }
-    threads = os.environ.get("OMP_NUM_THREADS")
-    return {name: str(value) for name, value in names.items()} | (
-        {"OMP_NUM_THREADS": threads} if threads else {}
-    )
-
-
-def _steps(run_dir: Path) -> int:
-    """Return the step that the run has reached, by its last whole line of metrics; 0 without
-    any.
-    """
-    metrics = run_dir / folder.METRICS
-    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, LookupError, TypeError):
-            continue
-    return 0
 
 
 def _stop(number: int) -> PacelineError:

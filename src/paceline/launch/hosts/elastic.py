@@ -41,11 +41,19 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from paceline.base import signals
 from paceline.base.errors import PacelineError, PeerLost, Preempted
 from paceline.launch.hosts.copy_service import CopyAddress
+from paceline.launch.hosts.environment import Environment
 from paceline.launch.hosts.host_copies import HostCopies
 from paceline.launch.hosts.keeper import MeetingPlace
-from paceline.launch.hosts.rendezvous_state import JsonBackend
+from paceline.launch.hosts.rendezvous_state import JsonBackend, asked
 from paceline.launch.process import host_context
-from paceline.launch.process.failure import Failure, RankFailed, cause_of, failure_of, killed
+from paceline.launch.process.failure import (
+    Failure,
+    RankFailed,
+    cause_of,
+    failure_of,
+    killed,
+    left_in,
+)
 from paceline.launch.process.fault_policy import JOIN_S, RestartPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line, Message
@@ -304,9 +312,7 @@ class _Agent(SimpleElasticAgent):
         self.num_hosts = 1
         self._failures: dict[int, Failure] = {}
         self._finished: set[int] = set()
-        self._stopping_s: float | None = None
         self._first_rank = 0
-        self._has_told = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         host, store, place = self.host, worker_group.store, self.host.place
@@ -314,7 +320,7 @@ class _Agent(SimpleElasticAgent):
         self.num_hosts = worker_group.group_world_size or 1
         host.num_starts = number = self._begin_start(store, worker_group.group_rank)
         address = host.meeting.address or place.address
-        self._failures, self._finished, self._stopping_s, self._has_told = {}, set(), None, False
+        self._failures, self._finished = {}, set()
         self._first_rank = worker_group.workers[0].global_rank
         host.timeouts.has_begun, host.lost_s = True, None
         world_size = worker_group.workers[0].world_size
@@ -332,6 +338,16 @@ class _Agent(SimpleElasticAgent):
         with signals.blocked():
             for worker in worker_group.workers:
                 slot = worker.local_rank
+                started = Environment(
+                    "torchrun",
+                    worker.global_rank,
+                    worker.world_size,
+                    slot,
+                    host.num_ranks,
+                    place.address,
+                    place.port,
+                    number,
+                )
                 host.board.write(slot, 0, "start")
                 host.board.set_waits(slot, False)
                 host.processes.start(slot)
@@ -344,15 +360,9 @@ class _Agent(SimpleElasticAgent):
                         {
                             "copies": copies,
                             "environ": {
-                                "RANK": str(worker.global_rank),
-                                "WORLD_SIZE": str(worker.world_size),
-                                "LOCAL_RANK": str(slot),
-                                "LOCAL_WORLD_SIZE": str(host.num_ranks),
+                                **started.variables,
                                 "GROUP_RANK": str(worker_group.group_rank),
-                                "MASTER_ADDR": place.address,
-                                "MASTER_PORT": str(place.port),
                                 "TORCHELASTIC_USE_AGENT_STORE": str(True),
-                                "TORCHELASTIC_RESTART_COUNT": str(number - 1),
                             },
                         },
                     ),
@@ -404,8 +414,8 @@ class _Agent(SimpleElasticAgent):
             return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(ranks))
         store: Any = worker_group.store
         if not all(failure.is_stop for failure in self._failures.values()) or self._ask(
-            lambda: [store.check(["failed"])]
-        ) == [True]:
+            lambda: store.check(["failed"])
+        ):
             return self._failed(self._cause(store))
         return (
             self._stopped()
@@ -444,14 +454,8 @@ class _Agent(SimpleElasticAgent):
             self._failures[hang.rank - self._first_rank] = hang
 
     def _ask(self, ask: Callable[[], Any]) -> Any:
-        """
-        Raises:
-            RendezvousConnectionError: the meeting place gives no answer.
-        """
-        answer = within(self.host.silence_s, ask)
-        if answer is None:
-            raise RendezvousConnectionError("the meeting place gives no answer")
-        return answer
+        """See `asked`."""
+        return asked(self.host.silence_s, ask)
 
     def _cause(self, store: Any) -> Failure:
         """What made ranks end, of what all hosts say; waits a little for the host of the culprit."""
@@ -463,7 +467,7 @@ class _Agent(SimpleElasticAgent):
         while all(failure.heard for failure in failures) and time.monotonic() < until_s:
             failures = [
                 *self._failures.values(),
-                *self._ask(lambda: _reported_failures(store, self.num_hosts)),
+                *self._ask(lambda: left_in(store, range(self.num_hosts))),
             ]
             time.sleep(_MONITOR_S / 2)
         self._ask(lambda: store.set("failed", "1") or True)
@@ -501,9 +505,3 @@ class _Agent(SimpleElasticAgent):
         if self.host.interrupted:
             self.cause = self.cause.asked_by(self.host.interrupted[0])
         return self._ended_run(not self.host.interrupted)
-
-
-def _reported_failures(store: Any, num_hosts: int) -> list[Failure]:
-    """What hosts have said of their ranks' end."""
-    keys = [f"failure/{number}" for number in range(num_hosts)]
-    return [Failure.from_json(store.get(key).decode()) for key in keys if store.check([key])]

@@ -30,6 +30,20 @@ class Environment:
     master_port: int
     num_starts: int = 1
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What `current` reads, for the environment of this process."""
+        return {
+            "PACELINE_LAUNCHER": self.launcher,
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.num_starts - 1),
+        }
+
 
 def current(environ: Mapping[str, str] = os.environ) -> Environment | None:
     """What torchrun or Slurm says about this process; None when it was started by hand.

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from paceline.launch.hosts.liveness import Hub, Liveness, Spoke
 from paceline.launch.hosts.run_keys import run_key
 from paceline.launch.process import host_context
 from paceline.launch.process.context import RankContext
-from paceline.launch.process.failure import Failure, RankFailed
+from paceline.launch.process.failure import Failure, RankFailed, left_in
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.process.outside_watch import OutsideWatch, be_watched
@@ -55,23 +55,15 @@ def join(environment: Environment, *, timeout_s: float) -> Any:
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     try:
-        if environment.launcher == "Slurm":
-            store = dist.TCPStore(
-                environment.master_address,
-                environment.master_port,
-                environment.world_size,
-                is_master=environment.rank == 0,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        else:
-            store, _, _ = next(
-                dist.rendezvous(
-                    "env://",
-                    environment.rank,
-                    environment.world_size,
-                    timeout=timedelta(seconds=timeout_s),
-                )
-            )
+        store = dist.TCPStore(
+            environment.master_address,
+            environment.master_port,
+            environment.world_size,
+            is_master=environment.rank == 0
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",  # which the agent keeps
+            timeout=timedelta(seconds=timeout_s),
+            multi_tenant=True,  # a process may train twice
+        )
     except dist.DistError as error:
         raise _unmet(environment, str(error).partition("\n")[0]) from error
     return dist.PrefixStore(f"paceline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -372,16 +364,13 @@ def _hosts_of_ranks(store: Any, environment: Environment, attempt: str) -> tuple
 
 def _cause_elsewhere(store: Any, environment: Environment, patience_s: float) -> bool:
     """Whether another rank reports a failure of its own within some seconds, or has said what all saw."""
-    others: Sequence[int] = [r for r in range(environment.world_size) if r != environment.rank]
+    others = [r for r in range(environment.world_size) if r != environment.rank]
     deadline_s = time.monotonic() + patience_s
 
     def ask() -> bool:
         while time.monotonic() < deadline_s:
-            for rank in others:
-                if store.check([f"failure/{rank}"]):
-                    failure = Failure.from_json(store.get(f"failure/{rank}").decode())
-                    if not failure.heard:
-                        return True
+            if not all(failure.heard for failure in left_in(store, others)):
+                return True
             time.sleep(0.2)
         return bool(
             store.add("loss told", 1) != 1

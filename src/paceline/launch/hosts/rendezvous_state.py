@@ -4,6 +4,7 @@ to the store could have every host run what they like."""
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -124,9 +125,16 @@ class JsonBackend(RendezvousBackend):
         return None if text == _NOTHING else (pickle.dumps(from_json(text)), text)
 
     def _call(self, operation: str, *arguments: str) -> Any:
-        answer = within(self._timeout_s, partial(getattr(self._store, operation), *arguments))
-        if answer is None:
-            raise RendezvousConnectionError(
-                f"the meeting place gives no answer within {self._timeout_s:g} s"
-            )
-        return answer
+        return asked(self._timeout_s, partial(getattr(self._store, operation), *arguments))
+
+
+def asked(timeout_s: float, ask: Callable[[], Any]) -> Any:
+    """What the store where hosts meet says, which is not None.
+
+    Raises:
+        RendezvousConnectionError: it gives no answer in time.
+    """
+    answer = within(timeout_s, ask)
+    if answer is None:
+        raise RendezvousConnectionError(f"the meeting place gives no answer within {timeout_s:g} s")
+    return answer

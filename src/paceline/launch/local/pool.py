@@ -289,9 +289,7 @@ class Pool:
         log: Path | None,
         output: TextIO,
     ) -> tuple[Any, Failure | None]:
-        import torch.distributed as dist
-
-        from paceline.launch.process.rank_process import run_body
+        from paceline.launch.process.rank_process import run_body, store_in
 
         rank, order = start.rank, start.value
         world_size = order["world_size"]
@@ -309,16 +307,11 @@ class Pool:
             deaths=(0,) * world_size,
             is_watched=True,
         )
-        make_store = (
-            (lambda: dist.FileStore(str(self._store(start.task)), world_size))
-            if world_size > 1
-            else None
-        )
         outcome = run_body(
             lambda context: self._body(context, order["payload"], line),
             context,
             device=self.devices[slot],
-            make_store=make_store,
+            make_store=store_in(self._store(start.task), world_size),
             terminal=output,
             log=log,
             report=lambda failure: line.end(None, failure),

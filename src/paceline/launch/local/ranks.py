@@ -37,7 +37,7 @@ from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.process.memory_store import StateCopies
 from paceline.launch.process.messages import Line, Message, RanksGone
 from paceline.launch.process.outside_watch import OutsideWatch, be_watched
-from paceline.launch.process.rank_process import Body, run_rank, set_up_device
+from paceline.launch.process.rank_process import Body, run_rank, set_up_device, store_in
 from paceline.launch.process.supervisor import Supervisor
 
 _GRACE_S = 5.0  # after a first failure, for the other ranks to report and leave
@@ -188,8 +188,6 @@ def _copies(devices: Sequence[Device], restarts: int) -> Iterator[StateCopies | 
 
 def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
     """In the rank's process."""
-    import torch.distributed as dist
-
     if launch.idle is not None and rank == len(launch.devices):
         from paceline.launch.process.background import be_beside
 
@@ -228,7 +226,7 @@ def _be_rank(launch: _Launch, rank: int, line: Line) -> None:
         device,
         run_dir=launch.run_dir,
         fault_policy=launch.fault_policy,
-        make_store=(lambda: dist.FileStore(str(store), world_size)) if world_size > 1 else None,
+        make_store=store_in(store, world_size),
         report=lambda failure: line.end(None, failure),
     )
     line.end(result, failure, log)

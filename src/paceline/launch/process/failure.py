@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -377,6 +377,12 @@ def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:
     how = f"stopped by {signal.Signals(number).name} in {sign}, where no checkpoint can be saved"
     hint = "--resume goes on from the last checkpoint, if there is one"
     return _ended(Preempted, rank, how, sign, hint)
+
+
+def left_in(store: Any, numbers: Iterable[int]) -> list[Failure]:
+    """The reports that ranks, or hosts, of these numbers have left in a store."""
+    keys = [f"failure/{number}" for number in numbers]
+    return [Failure.from_json(store.get(key).decode()) for key in keys if store.check([key])]
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure:

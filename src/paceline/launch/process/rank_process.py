@@ -62,6 +62,11 @@ def run_rank(
     return result, failure, log
 
 
+def store_in(path: Path, world_size: int) -> Callable[[], dist.Store] | None:
+    """How forked ranks make the store that they share in a file; None for a single rank."""
+    return (lambda: dist.FileStore(str(path), world_size)) if world_size > 1 else None
+
+
 def set_up_device(device: Device, local_world_size: int) -> torch.device:
     """Take this process's share of the cores, and its device."""
     use_threads(local_world_size)
