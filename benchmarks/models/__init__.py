@@ -8,14 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.models.formats import EAGER, FLOAT32, Formats, Kernels
+from benchmarks.models.programs import Program, program, program_names
 from benchmarks.models.sizes import DecoderSize
 from benchmarks.models.transformer import decoder_profile
-from paceline.cluster.sizes import EAGER, FLOAT32, Formats, Kernels
 
 if TYPE_CHECKING:
     from benchmarks.models.decoder import Decoder
 
-__all__ = ["EAGER", "FLOAT32", "Decoder", "DecoderSize", "Formats", "Kernels", "decoder_profile"]
+__all__ = [
+    "EAGER",
+    "FLOAT32",
+    "Decoder",
+    "DecoderSize",
+    "Formats",
+    "Kernels",
+    "Program",
+    "decoder_profile",
+    "program",
+    "program_names",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.models.formats import Formats, Kernels
 from benchmarks.models.sizes import DecoderSize
-from paceline.cluster.sizes import Formats, Kernels
 from paceline.model.cost.profile import (
     Affine,
     Parameter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.cluster.sizes import FLOAT32, Formats
+from benchmarks.models.formats import FLOAT32, Formats
 from paceline.model.cost.profile import Affine, Parameter, Product, Profile, Segment, Work
 
 TARGET_BYTES = 8

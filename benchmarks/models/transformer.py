@@ -8,8 +8,8 @@ of the MLP ffn.
 from __future__ import annotations
 
 from benchmarks.models.adapters import with_adapters
+from benchmarks.models.formats import EAGER, FLOAT32, Formats, Kernels
 from benchmarks.models.sizes import DecoderSize
-from paceline.cluster.sizes import EAGER, FLOAT32, Formats, Kernels
 from paceline.model.cost.profile import (
     Affine,
     Core,

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from benchmarks.models import Program, program, program_names
 from benchmarks.published.predict import Prediction, predict
 from benchmarks.published.rows import Case, read
 from paceline.base.errors import PlanError
-from paceline.cluster.catalogue import fitted_on, software, software_names
-from paceline.cluster.software import Software
 
 # What a program's figures were fitted in; what it does (its kernels, its formats, what it overlaps) is known of it.
 FITTED = (
@@ -132,18 +131,18 @@ def choices(done: Iterable[Prediction]) -> list[Choice]:
     return planner_choices
 
 
-def left_out(case: Case) -> Software:
+def left_out(case: Case) -> Program:
     """The case's program as it is known without its source: what was fitted on it is the other programs' median."""
-    program = case.software
-    if case.source not in fitted_on(program.name):
-        return program
+    own = case.software
+    if case.source not in own.fitted_on:
+        return own
     others = [
-        software(name)
-        for name in software_names()
-        if name != program.name and fitted_on(name) and case.source not in fitted_on(name)
+        other
+        for other in map(program, program_names())
+        if other.name != own.name and other.fitted_on and case.source not in other.fitted_on
     ]
     return replace(
-        program,
+        own,
         **{name: statistics.median(getattr(other, name) for other in others) for name in FITTED},
     )
 
@@ -280,4 +279,4 @@ def _memory(done: dict[str, list[Prediction]]) -> None:
         print(f"  {outcome:<26}{count:>5}")
 
 
-assert set(FITTED) <= {field.name for field in fields(Software)}
+assert set(FITTED) <= {field.name for field in fields(Program)}

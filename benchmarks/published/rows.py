@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from benchmarks.models import DecoderSize, Formats, Kernels, decoder_profile
+from benchmarks.models import DecoderSize, Formats, Kernels, Program, decoder_profile, program
 from benchmarks.models.convolution import convnet_profile
+from benchmarks.models.flops import forward_flops
 from benchmarks.published.nets import NETS
 from benchmarks.published.sources import SOURCES, Source
 from paceline.base.errors import PacelineError
-from paceline.cluster.catalogue import accelerator, software
+from paceline.cluster.catalogue import accelerator
 from paceline.cluster.catalogue import link as known_link
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Nodes, described, link_of
 from paceline.cluster.links import Link, Network
-from paceline.cluster.software import Software
 from paceline.job import Precision
 from paceline.model.cost.profile import Profile
 from paceline.strategies.plan import Plan
@@ -59,7 +59,7 @@ class Case:
     cluster: Cluster
     batch: int
     precision: Precision
-    software: Software
+    software: Program
     step_s: float | None
     memory_bytes: float | None
     is_device_memory: bool
@@ -93,7 +93,7 @@ def case(row: Row, source_name: str) -> Case:
         raise Skipped("nothing is known of this source's conventions")
     _check(row, source)
     precision = _precision(row, source)
-    program = _program(row, source)
+    trains = _program(row, source)
     num_devices = _whole(row, "n_devices")
     if not num_devices:
         raise Skipped("it states no number of devices")
@@ -104,12 +104,12 @@ def case(row: Row, source_name: str) -> Case:
     net = NETS.get(re.sub(r"[ -]", "", row["model"].lower()))
     size: DecoderSize | None = None
     if net is not None:
-        profile = convnet_profile(net, program.formats)
+        profile = convnet_profile(net, trains.formats)
         plans: tuple[Plan, ...] = (_image_plan(row, num_devices, cluster),)
-        flops = 3.0 * batch * profile.forward_flops_per_sample
+        flops = 3.0 * batch * forward_flops(profile)
     else:
         size = _size(row, source)
-        profile = _profile(size, program.formats, program.kernels)
+        profile = _profile(size, trains.formats, trains.kernels)
         plans = tuple(_plans(row, source, size, num_devices, batch))
         passes = (
             4.0 if size.lora_rank else 6.0
@@ -131,7 +131,7 @@ def case(row: Row, source_name: str) -> Case:
         cluster,
         batch,
         precision,
-        program,
+        trains,
         step_s,
         memory and memory * source.memory_unit,
         source.is_device_memory,
@@ -266,14 +266,14 @@ def _size(row: Row, source: Source) -> DecoderSize:
     )
 
 
-def _program(row: Row, source: Source) -> Software:
-    program = software(source.program(row))
+def _program(row: Row, source: Source) -> Program:
+    trains = program(source.program(row))
     text = row["recompute"]
     if "sequence-parallel" in text:
-        return replace(program, sequence_parallel=True)
+        return replace(trains, sequence_parallel=True)
     if text and source.names_sequence:
-        return replace(program, sequence_parallel=False)
-    return program
+        return replace(trains, sequence_parallel=False)
+    return trains
 
 
 def _recompute(row: Row, source: Source) -> str:

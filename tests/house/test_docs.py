@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import paceline
+from benchmarks.models import program, program_names
 from paceline import cli
 from paceline.base import errors
-from paceline.cluster.catalogue import software, software_names
 from paceline.cluster.software import Software
 from paceline.job import Job
 from paceline.planner.corrections import SPREAD
@@ -316,7 +316,7 @@ def test_each_figure_of_our_own_program_has_its_origin():
         r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \| ", table, flags=re.MULTILINE))
     )
     assert sorted(names) == sorted(
-        {field.name for field in fields(Software)} - {"name", "kernels", "formats"}
+        {field.name for field in fields(Software)} - {"name", "attention", "activation_bytes"}
     )
 
 
@@ -325,21 +325,21 @@ def test_the_reference_has_the_figures_of_the_code():
     page = (ROOT / "docs" / "formulas.md").read_text(encoding="utf-8")
     table = page.split("### Programs")[1].split("\n### ")[0]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| `")]
-    assert {row[0].strip("| `") for row in rows} == set(software_names())
+    assert {row[0].strip("| `") for row in rows} == set(program_names())
     for name, *figures, _ in rows:
-        program = software(name.strip("| `"))
+        figures_of = program(name.strip("| `"))
         assert [float(figure) for figure in figures] == pytest.approx(
             [
-                program.product_rate,
-                program.attention_rate,
-                program.memory_rate,
-                1e6 * program.operator_s,
-                1e6 * program.kernel_s,
-                1e3 * program.microbatch_s,
-                1e3 * program.step_s,
-                program.link_rate,
-                program.network_rate,
-                program.spread,
+                figures_of.product_rate,
+                figures_of.attention_rate,
+                figures_of.memory_rate,
+                1e6 * figures_of.operator_s,
+                1e6 * figures_of.kernel_s,
+                1e3 * figures_of.microbatch_s,
+                1e3 * figures_of.step_s,
+                figures_of.link_rate,
+                figures_of.network_rate,
+                figures_of.spread,
             ]
         ), name
     constants = {

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.models import DecoderSize, decoder_profile
+from benchmarks.models import DecoderSize, decoder_profile, program
 from paceline.base.errors import PlanError
-from paceline.cluster.catalogue import accelerator, software
+from paceline.cluster.catalogue import accelerator
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Nodes, described
 from paceline.cluster.links import Link, Network
-from paceline.cluster.sizes import Formats
 from paceline.cluster.software import PACELINE, Software
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, TensorCut, Work
 from paceline.planner.estimate import Estimate, estimate
@@ -324,12 +323,11 @@ count = 0
 def note(frame, event, argument):
     global count
     count += event == "call"
-from paceline.cluster.catalogue import software
 from paceline.cluster.cluster import Cluster
-from benchmarks.models import DecoderSize, decoder_profile
+from benchmarks.models import DecoderSize, decoder_profile, program
 from paceline.strategies.plan import Plan
 from paceline.planner.estimate import estimate
-program = software("megatron-core")
+program = program("megatron-core")
 profile = decoder_profile(DecoderSize(126, 16384, 128, 53248, 128256, 8192, kv_heads=8, form="llama"), program.formats,
                           program.kernels)
 cluster = Cluster.parse("2048x8xH100")
@@ -355,13 +353,13 @@ print("torch" in sys.modules)
 
 def test_the_same_estimate_twice():
     """Nothing is left behind that changes a figure."""
-    program = software("megatron-lm")
+    megatron = program("megatron-lm")
     profile = decoder_profile(
-        DecoderSize(24, 1024, 16, 4096, 51200, 1024), program.formats, program.kernels
+        DecoderSize(24, 1024, 16, 4096, 51200, 1024), megatron.formats, megatron.kernels
     )
     plan, devices = Plan.parse("pipeline=2 tensor=2 data=2 microbatches=8"), Cluster.parse("8xA100")
     first, second = (
-        estimate(profile, plan, devices, batch=32, precision="bf16", software=program)
+        estimate(profile, plan, devices, batch=32, precision="bf16", software=megatron)
         for _ in range(2)
     )
 
@@ -371,7 +369,7 @@ def test_the_same_estimate_twice():
 def test_fewer_bytes_between_stages_where_ranks_send_their_parts():
     """Messages of a tensor axis of 4 are a quarter each."""
     slow = cluster(2, across=1e7)
-    program = replace(PLAIN, formats=Formats(2))
+    program = replace(PLAIN, activation_bytes=2)
     parts, whole = (
         guess(
             "pipeline=2 tensor=4 microbatches=4", slow, 4, replace(program, cuts_messages=cut)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models import DecoderSize, decoder_profile
-from paceline.cluster.catalogue import software
+from benchmarks.models import DecoderSize, decoder_profile, program
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Link
 from paceline.cluster.software import PACELINE
@@ -24,7 +23,7 @@ from paceline.strategies.limits import DeviceCounts, Limits
 from paceline.strategies.plan import Plan
 
 SIZE = DecoderSize(126, 16384, 128, 53248, 128256, sequence=8192, kv_heads=8, form="llama")
-PROGRAM = software("megatron-core")
+PROGRAM = program("megatron-core")
 PROFILE = decoder_profile(SIZE, PROGRAM.formats, PROGRAM.kernels)
 BATCH = 2048  # 16 million tokens
 NODES = 2048

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -10,12 +10,20 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from benchmarks.models import Decoder, DecoderSize, decoder_profile
+from benchmarks.models import (
+    Decoder,
+    DecoderSize,
+    Formats,
+    Kernels,
+    decoder_profile,
+    program,
+    program_names,
+)
 from benchmarks.models.convnet import ConvNet
 from benchmarks.models.convolution import ConvNetSize, convnet_profile
 from benchmarks.models.decoder import next_token_loss
-from paceline.base.errors import JobError
-from paceline.cluster.sizes import Formats, Kernels
+from benchmarks.models.flops import backward_flops, forward_flops
+from paceline.base.errors import ClusterError, JobError
 from paceline.model.cost import Profile, profile_job
 
 GPT = DecoderSize(2, 64, 4, 256, 96, sequence=128)
@@ -74,8 +82,8 @@ def test_a_decoder_by_dimensions_is_the_module(size: DecoderSize):
     """FLOPs and parameters are the traced ones, kept activations within 1 %, bytes moved within 6 %."""
     traced, described = traced_decoder(size), decoder_profile(size)
 
-    assert described.forward_flops_per_sample == traced.forward_flops_per_sample
-    assert described.backward_flops_per_sample == traced.backward_flops_per_sample
+    assert forward_flops(described) == forward_flops(traced)
+    assert backward_flops(described) == backward_flops(traced)
     assert described.parameter_bytes == traced.parameter_bytes == 4 * size.num_parameters
     assert kept_bytes(described) == pytest.approx(kept_bytes(traced), rel=0.01)
     assert moved_bytes(described) == pytest.approx(moved_bytes(traced), rel=0.06)
@@ -96,8 +104,8 @@ def test_adapters_by_dimensions_are_the_modules(size: DecoderSize):
     last = [segment for segment in traced.segments if segment.unit][-1]
     joined = size.hidden + 2 * size.kv_width
 
-    assert described.forward_flops_per_sample == traced.forward_flops_per_sample
-    assert described.backward_flops_per_sample - traced.backward_flops_per_sample == (
+    assert forward_flops(described) == forward_flops(traced)
+    assert backward_flops(described) - backward_flops(traced) == (
         2 * size.sequence * size.hidden * (joined + size.lora_rank)
     )
     assert layer.backward.flops == last.backward.flops
@@ -130,8 +138,8 @@ def test_a_residual_net_by_dimensions_is_the_module(size: ConvNetSize):
     """FLOPs and parameters are the traced ones; kept activations are within 12 %."""
     traced, described = traced_net(size), convnet_profile(size)
 
-    assert described.forward_flops_per_sample == traced.forward_flops_per_sample
-    assert described.backward_flops_per_sample == traced.backward_flops_per_sample
+    assert forward_flops(described) == forward_flops(traced)
+    assert backward_flops(described) == backward_flops(traced)
     assert described.parameter_bytes == traced.parameter_bytes
     assert kept_bytes(described) == pytest.approx(kept_bytes(traced), rel=0.12)
 
@@ -159,7 +167,7 @@ def test_a_layer_counts_once_however_many_there_are():
     assert len(many.segments) == len(single.segments)
     assert many.segments[1].repeat == 126
     products = sum(p.flops for p in single.segments[1].forward.products)
-    assert many.forward_flops_per_sample - single.forward_flops_per_sample == 125 * products
+    assert forward_flops(many) - forward_flops(single) == 125 * products
 
 
 def test_megatrons_activations():
@@ -190,3 +198,17 @@ def test_sizes_that_make_no_sense_are_refused(wrong: dict[str, int], message: st
     given = {"layers": 1, "hidden": 64, "heads": 4, "ffn": 256, "vocab": 96, "sequence": 8}
     with pytest.raises(JobError, match=message):
         DecoderSize(**{**given, **wrong})
+
+
+def test_training_programs_are_found_by_name():
+    """All figures are numbers, and an unknown name is refused."""
+    for name in program_names():
+        known = program(name)
+        assert known.name == name
+        assert all(
+            isinstance(getattr(known, f.name), float | int)
+            for f in fields(known)
+            if f.name not in ("name", "attention", "kernels", "formats", "fitted_on")
+        )
+    with pytest.raises(ClusterError, match="unknown training program 'megatron'"):
+        program("megatron")

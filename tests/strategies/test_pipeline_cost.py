@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.models import DecoderSize, decoder_profile
+from benchmarks.models import DecoderSize, Formats, decoder_profile
 from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Network
-from paceline.cluster.sizes import Formats, Kernels
 from paceline.cluster.software import Software
 from paceline.planner import pipelines
 from paceline.planner.pipelines import play_pipeline
@@ -28,11 +27,9 @@ from paceline.strategies.stages.timing import (
     shortened,
 )
 
-SOFTWARE = Software(
-    kernels=Kernels(), formats=Formats(2, 2, 2, 12, 2, 2), slowdown=0.0, operator_s=0.0
-)
+SOFTWARE = Software(activation_bytes=2, slowdown=0.0, operator_s=0.0)
 SIZE = DecoderSize(12, 256, 4, 1024, 1000, sequence=128)
-PROFILE = decoder_profile(SIZE, SOFTWARE.formats, SOFTWARE.kernels)
+PROFILE = decoder_profile(SIZE, Formats(2, 2, 2, 12, 2, 2))
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1)]
 
 
@@ -151,7 +148,7 @@ def test_fewer_micro_batches_hold_what_all_of_them_hold(name, virtual, monkeypat
 def test_stages_hold_the_model_once():
     """All parameters of all ranks are the model's, with a second table where the head is tied to it."""
     for tied, more in ((False, 0), (True, SIZE.vocab * SIZE.hidden)):
-        profile = decoder_profile(replace(SIZE, tied=tied), SOFTWARE.formats)
+        profile = decoder_profile(replace(SIZE, tied=tied), Formats(2, 2, 2, 12, 2, 2))
         costs = list(
             ranks(
                 profile,

@@ -1,17 +1,15 @@
-"""Accelerators, links and training programs by name, from `catalogue.toml`."""
+"""Accelerators and links by name, from `catalogue.toml`."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import ClusterError, nearest
-from paceline.cluster.sizes import Formats, Kernels
-from paceline.cluster.software import Software
 
 if TYPE_CHECKING:
     from paceline.job import Precision
@@ -119,60 +117,10 @@ def link(name: str) -> LinkKind:
     Raises:
         ClusterError: there is none of that name; the message names the nearest ones.
     """
-    return LinkKind(name=name, **_entry("link", "link", name))
-
-
-def software(name: str) -> Software:
-    """Return a training program by its name.
-
-    Raises:
-        ClusterError: there is none of that name; the message names the nearest ones.
-    """
-    return software_of(name, _entry("software", "training program", name))
-
-
-def software_names() -> tuple[str, ...]:
-    """Return the names of all training programs."""
-    return tuple(_read()["software"])
-
-
-def fitted_on(name: str) -> tuple[str, ...]:
-    """Return the sources of the published measurements on which a training program's figures were
-    fitted.
-    """
-    return tuple(_read()["software"].get(name, {}).get("fitted_on", ()))
-
-
-def software_of(name: str, stated: dict[str, Any]) -> Software:
-    """Make a training program from fields of the catalogue.
-
-    Names of fields that give bytes of a value end in _bytes.
-    """
-    formats = {
-        f.name: stated[f"{f.name}_bytes"] for f in fields(Formats) if f"{f.name}_bytes" in stated
-    }
-    kernels = {f.name: stated[f.name] for f in fields(Kernels) if f.name in stated}
-    rates = {
-        key: value
-        for key, value in stated.items()
-        if key not in ("source", "fitted_on")
-        and key not in kernels
-        and key.removesuffix("_bytes") not in formats
-    }
-    return Software(
-        name=name,
-        kernels=Kernels(**kernels),
-        formats=Formats(**{"activation": 2, **formats}),
-        **rates,
-    )
-
-
-def _entry(table: str, kind: str, name: str) -> dict[str, Any]:
-    known = _read()[table]
+    known = _read()["link"]
     if name not in known:
-        raise ClusterError(f"unknown {kind} '{name}', {nearest(name, known)}")
-    entry: dict[str, Any] = known[name]
-    return entry
+        raise ClusterError(f"unknown link '{name}', {nearest(name, known)}")
+    return LinkKind(name=name, **known[name])
 
 
 def _plain(name: str) -> str:

@@ -5,16 +5,13 @@ for a launch.
 
 Hardware alone does not determine a step's time. The same layer on the same devices takes twice as
 long under one program as under another, because one launches 40 small operators from Python and the
-other 12. `catalogue.toml` has the programs of published measurements; each figure has its source or
-its fit.
+other 12. `benchmarks/models` has the programs of published measurements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from paceline.cluster.sizes import EAGER, FLOAT32, Formats, Kernels
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from paceline.cluster.links import Network
@@ -91,8 +88,10 @@ class Software:
     # The spread of measured steps around predicted ones: 80 % lie within this part of the
     # logarithm.
     spread: float = 0.2
-    kernels: Kernels = EAGER  # of the models that it trains
-    formats: Formats = FLOAT32  # of the models that it trains
+    # How its models compute attention. "fused" never writes the scores; "plain" writes them and
+    # their softmax.
+    attention: Literal["fused", "plain"] = "fused"
+    activation_bytes: int = 4  # of a value between layers of the models that it trains
 
     def on(self, network: Network) -> Network:
         """Return a network with the rates that this program's collectives reach."""

@@ -260,7 +260,6 @@ def accelerator_rates(accelerator: Accelerator, software: Software) -> Accelerat
         accelerator.memory_bytes_per_s,
         accelerator.multiprocessors,
         software,
-        software.formats.activation,
     )
 
 
@@ -290,7 +289,6 @@ def gpu_rates(gpu: Device) -> AcceleratorRates:
         measured.memory_bytes_per_s,
         gpus()[gpu.index].multiprocessors,
         software,
-        software.formats.activation,
     )
 
 

@@ -64,7 +64,7 @@ class AcceleratorRates:
 
     flops_per_s: best rate of matrix products, by precision. memory_bytes_per_s: of its memory.
     attention_flops_per_s: best rate of fused attention, by precision.
-    multiprocessors: that tiles are dealt out to. item_bytes: of a product's values.
+    multiprocessors: that tiles are dealt out to.
     """
 
     flops_per_s: dict[Precision, float]
@@ -72,7 +72,6 @@ class AcceleratorRates:
     memory_bytes_per_s: float
     multiprocessors: int
     software: Software
-    item_bytes: int = 2
     _priced: IdentityCache[Precision, PricedProducts] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +133,7 @@ class AcceleratorRates:
     def _is_unfused(self, product: Product) -> bool:
         return (
             product.kind in ATTENTION
-            and self.software.kernels.attention == "plain"
+            and self.software.attention == "plain"
             and product.count % SOFTMAX_MULTIPLE != 0
         )
 
@@ -155,8 +154,9 @@ class AcceleratorRates:
         if precision == "float32" and product.kind in self.software.convolution_rates:
             precision = "tf32"  # torch's default for convolutions: torch.backends.cudnn.allow_tf32
         best_flops_per_s, software = self.flops_per_s[precision], self.software
-        item_bytes = min(2, self.item_bytes) if precision in AUTOCAST else self.item_bytes
-        if product.kind in ATTENTION and software.kernels.attention == "fused":
+        item_bytes = software.activation_bytes  # of a product's values
+        item_bytes = min(2, item_bytes) if precision in AUTOCAST else item_bytes
+        if product.kind in ATTENTION and software.attention == "fused":
             return (
                 product.flops
                 * (0.5 if software.skips_mask and product.kind == "attention" else 1.0)

@@ -469,7 +469,9 @@ def profiled() -> dict[str, Any]:
     return {
         "here": [kind for pid, kind, _ in seen if int(pid) == os.getpid()],
         "elsewhere": [ran for pid, *ran in seen if int(pid) != os.getpid()],
-        "flops": [with_kernels.forward_flops_per_sample, plain.forward_flops_per_sample],
+        "flops": [
+            [s.forward.flops for s in each.segments] for each in (with_kernels, plain)
+        ],
         "notes": list(with_kernels.notes),
         "parameters": with_kernels.parameter_bytes,
         "used": torch.cuda.is_initialized(),

@@ -101,7 +101,7 @@ def _units(make: Callable[[], nn.Module]) -> list[Segment]:
             optimizer=lambda named: torch.optim.AdamW(named),
         )
     )
-    assert profile.exact
+    assert profile.notes == ()
     return [
         segment
         for segment in profile.segments

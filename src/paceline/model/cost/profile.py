@@ -406,11 +406,6 @@ class Profile:
         object.__setattr__(self, "_by_unit", {unit: tuple(owned) for unit, owned in units.items()})
 
     @property
-    def exact(self) -> bool:
-        """Whether the figures come from the job's own program rather than from assumptions."""
-        return not self.notes
-
-    @property
     def units(self) -> tuple[str, ...]:
         """Names of the units, without the root."""
         return tuple(unit for unit in self._by_unit if unit)
@@ -439,14 +434,6 @@ class Profile:
     @property
     def parameter_bytes(self) -> int:
         return sum(p.num_bytes * p.count for p in self.parameters)
-
-    @property
-    def forward_flops_per_sample(self) -> float:
-        return sum(s.forward.flops.per_sample * s.repeat for s in self.segments)
-
-    @property
-    def backward_flops_per_sample(self) -> float:
-        return sum(s.backward.flops.per_sample * s.repeat for s in self.segments)
 
 
 def folded(profile: Profile) -> Profile:
