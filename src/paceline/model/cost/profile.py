@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar, get_args
 
 Side = Literal["rows", "columns", "inner", "count"]
 ProductKind = Literal[
@@ -182,25 +182,6 @@ class Work:
     normed_channels: tuple[int, ...] = field(default=(), compare=False)
     spared: Fused = Fused()
 
-    @classmethod
-    def through(cls, first: Work, second: Work, *, samples: tuple[int, int]) -> Work:
-        """The line through the same work on two numbers of samples, whose figures are fixed."""
-
-        def line(small: Affine, large: Affine) -> Affine:
-            return Affine.through((samples[0], small.fixed), (samples[1], large.fixed))
-
-        return cls(
-            line(first.flops, second.flops),
-            line(first.moved_bytes, second.moved_bytes),
-            line(first.function_bytes, second.function_bytes),
-            first.operators,
-            growing(first.products, second.products, samples=samples),
-            replace(
-                first.fused, spared_bytes=line(first.fused.spared_bytes, second.fused.spared_bytes)
-            ),
-            first.normed_channels,
-        )
-
     def times(self, factor: float) -> Work:
         """So much of the same work: products keep their shapes, and there are more or fewer of them."""
         if factor == 1:
@@ -327,45 +308,27 @@ class Segment:
     kept_tensors: int = 0
     tensor: TensorCut | None = None
 
-    @classmethod
-    def through(cls, first: Segment, second: Segment, *, samples: tuple[int, int]) -> Segment:
-        """The line through a segment with two numbers of samples, whose figures are fixed."""
 
-        def line(name: str) -> Affine:
-            return Affine.through(
-                *(
-                    (count, getattr(segment, name).fixed)
-                    for count, segment in zip(samples, (first, second), strict=True)
-                )
-            )
+Figures = TypeVar("Figures", Affine, Fused, Work, Core, Segment)
 
-        core = (
-            None
-            if first.core is None or second.core is None
-            else Core(
-                Work.through(first.core.forward, second.core.forward, samples=samples),
-                Affine.through(
-                    (samples[0], first.core.kept_bytes.fixed),
-                    (samples[1], second.core.kept_bytes.fixed),
-                ),
-            )
-        )
-        again = (
-            None
-            if first.again is None or second.again is None
-            else Work.through(first.again, second.again, samples=samples)
-        )
-        return replace(
-            first,
-            forward=Work.through(first.forward, second.forward, samples=samples),
-            backward=Work.through(first.backward, second.backward, samples=samples),
-            core=core,
-            again=again,
-            kept_bytes=line("kept_bytes"),
-            output_bytes=line("output_bytes"),
-            forward_peak_bytes=line("forward_peak_bytes"),
-            backward_peak_bytes=line("backward_peak_bytes"),
-        )
+
+def growing_figures(first: Figures, second: Figures, *, samples: tuple[int, int]) -> Figures:
+    """The lines through the same figures with two numbers of samples, for which each of them is fixed.
+
+    What does not grow is the first one's, and what one of the two lacks is left out.
+    """
+    if isinstance(first, Affine):
+        return Affine.through((samples[0], first.fixed), (samples[1], second.fixed))
+    grown: dict[str, Any] = {}
+    for name in (f.name for f in fields(first)):
+        small, large = getattr(first, name), getattr(second, name)
+        if name == "products":
+            grown[name] = growing(small, large, samples=samples)
+        elif large is None:
+            grown[name] = None
+        elif isinstance(small, Affine | Fused | Work | Core):
+            grown[name] = growing_figures(small, large, samples=samples)
+    return replace(first, **grown)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

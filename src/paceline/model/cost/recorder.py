@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -180,15 +181,17 @@ class WorkRecorder(OperatorMode):
         self._kept_tensors[self.place] += 1
         self._until_kept[self.place] = replace(tallied), len(tallied.products)
 
-    def _again(self, place: StepPosition) -> Tallied | None:
+    def _again(self, place: StepPosition) -> Work | None:
         if place not in self._until_kept:
             return None
         tallied, products = self._until_kept[place]
-        return replace(tallied, products=tallied.products[:products])
+        return replace(tallied, products=tallied.products[:products]).work()
 
-    def levels(self) -> dict[StepPosition, Levels]:
-        """Levels of every place that was entered, counted from an empty device."""
-        levels: dict[StepPosition, Levels] = {}
+    @cached_property
+    def levels(self) -> Mapping[StepPosition, Levels]:
+        """Levels of every place, counted from an empty device; 0 of one that was not entered. To be asked for when all
+        has run."""
+        levels: dict[StepPosition, Levels] = defaultdict(lambda: Levels(0, 0, 0))
         level = 0
         for place, serial, num_bytes in self._log:
             before = levels.get(place, Levels(level, level, level))
@@ -197,18 +200,11 @@ class WorkRecorder(OperatorMode):
             levels[place] = Levels(before.start, max(before.peak, level), level)
         return levels
 
-    def segment(
-        self,
-        number: int,
-        levels: Mapping[StepPosition, Levels],
-        *,
-        spared: SparedScores | None,
-    ) -> Segment:
+    def segment(self, number: int, *, spared: SparedScores | None) -> Segment:
         """What a segment does and keeps, with the samples that it ran with."""
         places = StepPosition(number, "forward"), StepPosition(number, "backward")
-        ahead, back = (levels.get(place, Levels(0, 0, 0)) for place in places)
-        forward, backward = (self.work.get(place, Tallied()).work() for place in places)
-        again = self._again(places[0])
+        ahead, back = (self.levels[place] for place in places)
+        forward, backward = (self.work[place].work() for place in places)
         return Segment(
             forward=forward,
             backward=backward,
@@ -217,7 +213,7 @@ class WorkRecorder(OperatorMode):
             forward_peak_bytes=Affine(ahead.peak - ahead.start),
             backward_peak_bytes=Affine(max(0, back.peak - ahead.end)),
             core=None if spared is None else Core(spared.work.work(), Affine(spared.num_bytes)),
-            again=None if again is None else again.work(),
+            again=self._again(places[0]),
             kept_tensors=self._kept_tensors[places[0]],
         )
 

@@ -29,12 +29,17 @@ from paceline.model.casts import autocast, cast_alone
 from paceline.model.cost.attention import SparedBySelective
 from paceline.model.cost.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
 from paceline.model.cost.fakes import FakeModel, convertible
-from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.model.cost.profile import (
+    Affine,
+    Parameter,
+    Profile,
+    Segment,
+    Work,
+    growing_figures,
+)
 from paceline.model.cost.recorder import (
-    Levels,
     SparedScores,
     StepPosition,
-    Tallied,
     WorkRecorder,
     follow,
 )
@@ -606,12 +611,14 @@ def _fit(
         notes += (
             f"the optimizer could not be run on fake tensors: {ASSUMED_STATE_FACTOR} bytes of state a byte",
         )
-    sides, samples = [_Side(run) for run in runs], (first.samples, second.samples)
 
     @cache
     def segment(number: int) -> Segment:
-        small, large = (side.segment(number) for side in sides)
-        return Segment.through(small, large, samples=samples)
+        small, large = (
+            run.recorder.segment(number, spared=run.spared.get(StepPosition(number, "forward")))
+            for run in runs
+        )
+        return growing_figures(small, large, samples=(first.samples, second.samples))
 
     segments = (
         replace(
@@ -627,12 +634,8 @@ def _fit(
         buffer_bytes=_buffer_bytes(first.model),
         statistics_bytes=_statistics_bytes(first.model),
         batch_bytes=Affine.through(*((run.samples, run.batch_bytes) for run in runs)),
-        update=_update(sides[0]) if like is None else like.update,
-        update_peak_bytes=(
-            round(_of_all_blocks(sides[0], _Side.update_peak_bytes))
-            if like is None
-            else like.update_peak_bytes
-        ),
+        update=_update(first) if like is None else like.update,
+        update_peak_bytes=_update_peak_bytes(first) if like is None else like.update_peak_bytes,
         notes=notes,
         recurrent=tuple(recurrent_units(first.model)),
     )
@@ -655,51 +658,32 @@ def _gradients(run: _Run, number: int, unit: str) -> tuple[str, ...]:
     )
 
 
-def _update(side: _Side) -> Work:
+def _update(run: _Run) -> Work:
     """Of all parameters."""
 
-    def whole(figure: Callable[[Tallied], float]) -> float:
-        return _of_all_blocks(side, lambda s, place: figure(s.work(place)))
+    def whole(name: str) -> float:
+        return _of_all_blocks(run, lambda place: getattr(run.recorder.work[place], name))
 
     return Work(
-        Affine(whole(lambda w: w.flops)),
-        Affine(whole(lambda w: w.moved_bytes)),
-        Affine(whole(lambda w: w.function_bytes)),
-        whole(lambda w: w.operators),
+        Affine(whole("flops")),
+        Affine(whole("moved_bytes")),
+        Affine(whole("function_bytes")),
+        whole("operators"),
     )
 
 
-def _of_all_blocks(side: _Side, figure: Callable[[_Side, StepPosition], float]) -> float:
+def _update_peak_bytes(run: _Run) -> int:
+    levels = run.recorder.levels
+    return round(_of_all_blocks(run, lambda place: levels[place].peak - levels[place].start))
+
+
+def _of_all_blocks(run: _Run, figure: Callable[[StepPosition], float]) -> float:
     """A figure of the update, from what one more block of each kind adds to it."""
-    base = figure(side, StepPosition(0, "update"))
+    base = figure(StepPosition(0, "update"))
     return base + sum(
-        len(units) * (figure(side, StepPosition(number, "update")) - base)
-        for number, units in enumerate(side.run.repeats.kinds.values(), 1)
+        len(units) * (figure(StepPosition(number, "update")) - base)
+        for number, units in enumerate(run.repeats.kinds.values(), 1)
     )
-
-
-class _Side:
-    """One run's figures by place."""
-
-    def __init__(self, run: _Run) -> None:
-        self.run, self._levels = run, run.recorder.levels()
-
-    def work(self, place: StepPosition) -> Tallied:
-        return self.run.recorder.work.get(place, Tallied())
-
-    def segment(self, number: int) -> Segment:
-        return self.run.recorder.segment(
-            number,
-            self._levels,
-            spared=self.run.spared.get(StepPosition(number, "forward")),
-        )
-
-    def levels(self, place: StepPosition) -> Levels:
-        return self._levels.get(place, Levels(0, 0, 0))
-
-    def update_peak_bytes(self, place: StepPosition) -> int:
-        levels = self.levels(place)
-        return levels.peak - levels.start
 
 
 def first_items(data: Any, count: int) -> list[Any]:

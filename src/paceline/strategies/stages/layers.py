@@ -19,6 +19,7 @@ from paceline.model.cost.profile import (
     TensorCut,
     Work,
     folded,
+    growing_figures,
 )
 from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES
 from paceline.strategies.stages.price import LOSS, SplitJob
@@ -123,7 +124,7 @@ def _line(first: Segment, second: Segment) -> Segment:
             ),
         )
 
-    line = Segment.through(first, second, samples=SAMPLES)
+    line = growing_figures(first, second, samples=SAMPLES)
     return replace(
         line,
         forward=work(line.forward),

@@ -468,7 +468,7 @@ def _like(traced: Segment, unit: str) -> Segment:
 def _segment(unit: str, recorder: WorkRecorder, spared: SparedBySelective | None = None) -> Segment:
     scores = None if spared is None else spared.spared.get(StepPosition(0, "forward"))
     return replace(
-        recorder.segment(0, recorder.levels(), spared=scores),
+        recorder.segment(0, spared=scores),
         unit=unit,
         gradients=tuple(recorder.gradients[0]),
     )
