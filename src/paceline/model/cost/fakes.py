@@ -161,11 +161,7 @@ def convertible() -> Iterator[None]:
 class AssumedValues(OperatorMode):
     """Gives a forward on fake tensors the values that it asks for: numbers are 1, conditions are false, and whatever
     is chosen by a mask is all there is. To be entered after the mode that makes tensors fake.
-
-    asked: how many times.
     """
-
-    asked = 0
 
     def run_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -174,7 +170,6 @@ class AssumedValues(OperatorMode):
             assumed = _ASSUMED.get(func.overloadpacket)
             if assumed is None:
                 raise
-            self.asked += 1
             return assumed(*args)
 
 

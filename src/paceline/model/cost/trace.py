@@ -25,6 +25,7 @@ from paceline.job import AUTOCAST, Job
 from paceline.job.batches import arguments_of, collated
 from paceline.job.foreign_fields import model_hint
 from paceline.job.modes import for_training
+from paceline.model.attributes import in_float64
 from paceline.model.casts import autocast, cast_alone
 from paceline.model.cost.attention import SparedBySelective
 from paceline.model.cost.blocks import CalledAgain, NotStoodFor, Repeats, unit_of
@@ -49,7 +50,7 @@ from paceline.model.forward_effects import sparsely_trained
 from paceline.model.graph import without_cache
 from paceline.model.units import find_units, recurrent_units
 from paceline.torch_private.fake_tensors import LOGGER, FakeTensor, FakeTensorMode
-from paceline.torch_private.modules import BatchOrInstanceNorm, own_tensors
+from paceline.torch_private.modules import BatchOrInstanceNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
 
 _CPU = torch.device("cpu")
@@ -299,7 +300,7 @@ def cast_parameters(
                 collated(first_items(job.data, 2), job.collate),
             )
             if device.type != "cpu":
-                _replace(model, lambda tensor: tensor.to(device))
+                model.to(device)
             repeats = Repeats({} if each else find_units(model), lambda: 0)
 
             def loss() -> Any:
@@ -342,40 +343,15 @@ def cast_parameters_of_rank(job: Job, device: torch.device) -> frozenset[str]:
     return names & cast_parameters(job, device) if names and device.type != "cpu" else names
 
 
-def _replace(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Parameters and buffers of fake tensors by others; `Module.to` can't swap those. What is shared stays shared."""
-    done: dict[int, Any] = {}
-    for module in model.modules():
-        for _, name, tensor in own_tensors(module):
-            if id(tensor) not in done:
-                changed = change(tensor.detach())
-                done[id(tensor)] = (
-                    tensor,
-                    (
-                        nn.Parameter(changed, tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else changed
-                    ),
-                )
-            setattr(
-                module, name, done[id(tensor)][1]
-            )  # recurrent layers list their parameters a second time
-
-
 def build(job: Job) -> nn.Module:
-    """The job's model, in float64 if the job is; under a mode of fake tensors one of these."""
+    """The job's model, in float64 if the job is. In a mode of fake tensors `convertible` has to be entered."""
     model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(
             f"model returned {type(model).__name__} and not a torch.nn.Module",
             hint=model_hint(model),
         )
-    if job.precision != "float64":
-        return model
-    if not any(isinstance(p, FakeTensor) for p in model.parameters()):
-        return model.to(torch.float64)
-    _replace(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-    return model
+    return in_float64(model) if job.precision == "float64" else model
 
 
 def fake_model(job: Job, *, assumes: bool = False) -> FakeModel:
