@@ -12,58 +12,11 @@ from typing import Any
 
 from torch import nn
 
-_OF_TORCH = frozenset(nn.Module().__dict__)
-_OF_BOTH = (
-    "__eq__",
-    "__ne__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__hash__",
-    "__add__",
-    "__mul__",
-    "__rmul__",
-    "__mod__",
-    "__rmod__",
-    "__str__",
-    "__format__",
-)
-_OF_NUMBERS = (
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__truediv__",
-    "__rtruediv__",
-    "__floordiv__",
-    "__rfloordiv__",
-    "__divmod__",
-    "__rdivmod__",
-    "__pow__",
-    "__rpow__",
-    "__and__",
-    "__rand__",
-    "__or__",
-    "__ror__",
-    "__xor__",
-    "__rxor__",
-    "__lshift__",
-    "__rlshift__",
-    "__rshift__",
-    "__rrshift__",
-    "__neg__",
-    "__abs__",
-    "__invert__",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-)
-_OF_TEXTS = ("__contains__", "__getitem__", "__iter__", "__len__", "__getattribute__")
+from paceline.model.attributes import OF_TORCH
 
 
-def _telling(kind: type, names: Sequence[str]) -> type[Any]:
-    """Values of a kind that tell when one of these methods is used."""
+def _telling(kind: type, *left_out: str) -> type[Any]:
+    """Values of a kind that tell when one of its special methods is used."""
 
     def method(name: str) -> Callable[..., Any]:
         plain = getattr(kind, name)
@@ -74,13 +27,16 @@ def _telling(kind: type, names: Sequence[str]) -> type[Any]:
 
         return told
 
-    return type(f"Telling{kind.__name__}", (kind,), {name: method(name) for name in names})
+    names = {name for name in vars(kind) if name.startswith("__")} - {"__new__", *left_out}
+    return type(
+        f"Telling{kind.__name__}",
+        (kind,),
+        {name: method(name) for name in names if callable(getattr(kind, name))},
+    )
 
 
-_KINDS = {
-    int: _telling(int, (*_OF_BOTH, *_OF_NUMBERS)),
-    str: _telling(str, (*_OF_BOTH, *_OF_TEXTS)),
-}
+# Whoever asks a number for its class, as `isinstance` does, learns nothing of it.
+_KINDS = {int: _telling(int, "__getattribute__"), str: _telling(str)}
 
 
 def numbers(unit: nn.Module, others: Sequence[nn.Module]) -> list[tuple[str, str]]:
@@ -91,7 +47,7 @@ def numbers(unit: nn.Module, others: Sequence[nn.Module]) -> list[tuple[str, str
         for path, module in unit.named_modules(remove_duplicate=False)
         for name, value in vars(module).items()
         if type(value) in _KINDS
-        and name not in _OF_TORCH
+        and name not in OF_TORCH
         and any(vars(other[path])[name] != value for other in inside)
     ]
 
