@@ -86,19 +86,16 @@ def sparsely_trained(model: nn.Module) -> frozenset[str]:
 
 def has_own_code(model: nn.Module) -> bool:
     """Whether a class of the model belongs to none of the libraries that are known here."""
-    return any(
-        kind.__module__.partition(".")[0] not in _LIBRARIES
-        for kind in set(map(type, model.modules()))
-    )
+    return not all(map(_is_of_library, set(map(type, model.modules()))))
 
 
 def may_write(model: nn.Module) -> bool:
     """Whether the model's own code, in the files of its classes or in hooks, might write to a
     parameter.
     """
-    return _has_in_source(model, _WRITES) or any(
-        has_hooks(module, FORWARD_HOOKS) for module in model.modules()
-    )
+    return any(
+        _has_in_source(kind, _WRITES, in_file=True) for kind in set(map(type, model.modules()))
+    ) or any(has_hooks(module, FORWARD_HOOKS) for module in model.modules())
 
 
 def may_choose(model: nn.Module, blocks: Iterable[str]) -> bool:
@@ -107,32 +104,8 @@ def may_choose(model: nn.Module, blocks: Iterable[str]) -> bool:
 
     A class of a known library calls the same blocks for all samples.
     """
-    for kind in {type(model.get_submodule(owner(model, path))) for path in blocks}:
-        if kind.__module__.partition(".")[0] in _LIBRARIES:
-            continue
-        try:
-            if _CHOOSES.search(inspect.getsource(kind)):
-                return True
-        except (OSError, TypeError):
-            return True
-    return False
-
-
-def _has_in_source(model: nn.Module, words: re.Pattern[str]) -> bool:
-    """Whether a file that defines a class of the model has these words or can't be read.
-
-    Libraries are left out.
-    """
-    for kind in {type(module) for module in model.modules()}:
-        if kind.__module__.partition(".")[0] in _LIBRARIES:
-            continue
-        try:
-            text = inspect.getsource(sys.modules[kind.__module__])
-        except (OSError, TypeError, KeyError):
-            return True
-        if words.search(text):
-            return True
-    return False
+    kinds = {type(model.get_submodule(owner(model, path))) for path in blocks}
+    return any(_has_in_source(kind, _CHOOSES) for kind in kinds)
 
 
 @cache
@@ -140,12 +113,32 @@ def runs_with_other_weights(kind: type[nn.Module]) -> bool:
     """Whether the code of a class runs modules with weights that they don't hold
     (`torch.func.functional_call`).
     """
-    if kind.__module__.partition(".")[0] in _LIBRARIES:
+    return _has_in_source(kind, _SWAPS, if_unreadable=False)
+
+
+def _has_in_source(
+    kind: type[nn.Module],
+    words: re.Pattern[str],
+    *,
+    in_file: bool = False,
+    if_unreadable: bool = True,
+) -> bool:
+    """Whether the code of a class that belongs to no library has these words.
+
+    Args:
+        in_file: Whether all of the file that defines the class counts.
+    """
+    if _is_of_library(kind):
         return False
     try:
-        return _SWAPS.search(inspect.getsource(kind)) is not None
-    except (OSError, TypeError):
-        return False
+        text = inspect.getsource(sys.modules[kind.__module__] if in_file else kind)
+    except (OSError, TypeError, KeyError):
+        return if_unreadable
+    return words.search(text) is not None
+
+
+def _is_of_library(kind: type[nn.Module]) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def choosing(
