@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,29 +41,6 @@ class CannotRecord(JobError):
 
 class TakesGradients(CannotRecord):
     """A forward takes gradients itself, as that of a force field does."""
-
-
-class Call(Protocol):
-    """One call of a module or a function that is taken whole in a capture.
-
-    `path` is that of the module, or "" for a function. `parameters` and `buffers` are the module's,
-    by their names in the model.
-    """
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def parameters(self) -> tuple[str, ...]: ...
-    @property
-    def buffers(self) -> tuple[str, ...]: ...
-
-    def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return tensors with the shapes of the outputs, on the device of `like`."""
-
-    def run(
-        self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Run the call itself with the module's parameters and return its tensors."""
 
 
 Shape = tuple[int, ...]
@@ -141,26 +118,23 @@ class Outputs:
     shapes: tuple[GrowingShape, ...]
     constants: Mapping[int, Any] = field(default_factory=dict)
 
-    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the structure with these tensors in it."""
-        return _filled(self.spec, tensors, self.constants)
-
 
 @dataclass(frozen=True)
-class ModuleCall:
-    """One call of an opaque module."""
+class Call:
+    """One call of a module or of an autograd function that is taken whole in a capture."""
 
-    path: str
-    module: nn.Module
+    target: nn.Module | type[torch.autograd.Function]
     in_spec: pytree.TreeSpec
     constants: Mapping[int, Any]  # arguments that are no tensors, by position
     outputs: Outputs
     shapes: Sequence[Shape]  # of the results
     has_gradients: bool  # whether gradients were enabled at the call
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
+    path: str = ""  # the module's; "" for a function, whose backward a recorded graph would lose
+    parameters: tuple[str, ...] = ()  # names of the module's, in the model
+    buffers: tuple[str, ...] = ()
 
     def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return tensors with the shapes of the outputs, on the device of `like`."""
         return [
             like.new_empty(shape, dtype=output.dtype)
             for shape, output in zip(self.shapes, self.outputs.shapes, strict=True)
@@ -169,17 +143,19 @@ class ModuleCall:
     def run(
         self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """Run the module itself with these parameters. It uses and changes its own buffers and
-        attributes.
+        """Run the module itself with these parameters, or the function with its own backward, and
+        return its tensors. A module uses and changes its own buffers and attributes.
 
         Raises:
-            JobError: its results differ from its stand-ins.
+            JobError: a module's results differ from its stand-ins.
         """
         args, kwargs = _filled(self.in_spec, inputs, self.constants)
         names = [name.removeprefix(f"{self.path}.") for name in self.parameters]
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
+            if not isinstance(self.target, nn.Module):
+                return tuple(pytree.tensor_leaves(self.target.apply(*args, **kwargs)))
             returned = functional_call(
-                self.module,
+                self.target,
                 dict(zip(names, parameters, strict=True)),
                 args,
                 kwargs,
@@ -197,32 +173,6 @@ class ModuleCall:
                 "data=N and shard=N plans run the model as it is",
             )
         return tuple(tensors)
-
-
-@dataclass(frozen=True)
-class FunctionCall:
-    """One call of an autograd function, whose backward a recorded graph would lose."""
-
-    function: type[torch.autograd.Function]
-    in_spec: pytree.TreeSpec
-    constants: Mapping[int, Any]
-    outputs: Outputs
-    has_gradients: bool
-    path: str = ""
-    parameters: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()
-
-    def stand_ins(self, like: torch.Tensor) -> list[torch.Tensor]:
-        return [like.new_empty(shape.fixed, dtype=shape.dtype) for shape in self.outputs.shapes]
-
-    def run(
-        self, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Run the function itself, with its own backward."""
-        args, kwargs = _filled(self.in_spec, inputs, self.constants)
-        with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
-            returned = self.function.apply(*args, **kwargs)
-        return tuple(pytree.tensor_leaves(returned))
 
 
 class _Calls(list[Call]):
@@ -254,7 +204,7 @@ def _gradient(context: Any, *gradients: torch.Tensor) -> Any:
 _opaque.register_autograd(_gradient)
 
 
-def record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
+def record(call: Call, inputs: Sequence[torch.Tensor]) -> Any:
     """Put a call into the graph that is being recorded, and return its stand-ins.
 
     Gradients are enabled or disabled as around the capture, because export moves other code into a
@@ -266,7 +216,7 @@ def record(call: Call, inputs: Sequence[torch.Tensor], outputs: Outputs) -> Any:
     )  # export takes long for each change
     with nullcontext() if is_as_around else torch.set_grad_enabled(_CALLS.has_gradients):
         made = _opaque(list(inputs), len(_CALLS) - 1)
-    return outputs.filled(made)
+    return _filled(call.outputs.spec, made, call.outputs.constants)
 
 
 def _filled(
@@ -388,18 +338,18 @@ class OpaqueModules:
             count += 1
             prefix = f"{path}."
             shapes = _shapes(args, kwargs)
-            call = ModuleCall(
-                path,
+            call = Call(
                 module,
                 spec,
                 constants,
                 returned,
                 [shape.at(samples, shapes) for shape in returned.shapes],
                 torch.is_grad_enabled(),
+                path,
                 tuple(prefix + name for name, _ in module.named_parameters(remove_duplicate=False)),
                 tuple(prefix + name for name, _ in module.named_buffers(remove_duplicate=False)),
             )
-            return record(call, inputs, returned)
+            return record(call, inputs)
 
         return forward
 
@@ -500,9 +450,15 @@ def _record_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         for tensor in made
     )
     outputs = Outputs(returned_spec, shapes, others)
-    return record(
-        FunctionCall(function, spec, constants, outputs, torch.is_grad_enabled()), inputs, outputs
+    call = Call(
+        function,
+        spec,
+        constants,
+        outputs,
+        [shape.fixed for shape in shapes],
+        torch.is_grad_enabled(),
     )
+    return record(call, inputs)
 
 
 def modules_in(traceback: TracebackType | None, model: nn.Module) -> list[str]:

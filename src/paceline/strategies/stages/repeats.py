@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.model.cost.blocks import BlockOutput, Repeats, Run, returned
-from paceline.model.opaque import Call, GrowingShape, ModuleCall, OpaqueModules, Outputs, record
+from paceline.model.opaque import Call, GrowingShape, OpaqueModules, Outputs, record
 from paceline.model.units import find_units
 from paceline.torch_private import pytree
 from paceline.torch_private.modules import CONTENTS
@@ -113,17 +113,17 @@ class RepeatedBlocks(OpaqueModules):
                 for output in fresh
             ),
         )
-        call = ModuleCall(
-            path,
+        call = Call(
             module,
             spec,
             {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
             outputs,
             [shape.fixed for shape in outputs.shapes],
             torch.is_grad_enabled(),
+            path,
             *self._names[path],
         )
-        made = record(call, pytree.tensor_leaves(leaves), outputs)
+        made = record(call, pytree.tensor_leaves(leaves))
         return returned(run, leaves, iter(made))
 
 
