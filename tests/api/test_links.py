@@ -14,7 +14,7 @@ from paceline.api import links
 from paceline.api.links import with_links
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Device
-from paceline.cluster.links import LOOPBACK, Link
+from paceline.cluster.links import LOOPBACK, Link, Network
 from paceline.launch.process.failure import RankFailed, failure_of
 from paceline.launch.process.heartbeats import Heartbeat
 from paceline.model.cost import cache
@@ -107,7 +107,7 @@ def test_as_many_ranks_as_there_are_wait():
 
 def test_a_collective_waits_once():
     """2 ms of waiting, 0.2 ms of latency and a byte's 1 ns: 1e6 bytes twice through half of a link."""
-    assert collective_s(Collective("all_reduce", 1e6, group=2), TWO) == pytest.approx(
+    assert collective_s(Collective("all_reduce", 1e6, group=2), Network(TWO)) == pytest.approx(
         2e-3 + 0.2e-3 + 1e-3
     )
 

@@ -16,6 +16,7 @@ import paceline
 from benchmarks.models import program, program_names
 from paceline import cli
 from paceline.base import errors
+from paceline.cluster.links import Network
 from paceline.cluster.software import Software
 from paceline.job import Job
 from paceline.planner.corrections import SPREAD
@@ -221,7 +222,7 @@ def test_the_worked_example_gives_its_figures():
     table = re.findall(
         r"\| (?:compute|network) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE
     )
-    player = Player(example.globs["rates"], example.globs["gpus"].link)
+    player = Player(example.globs["rates"], Network(example.globs["gpus"].link))
     ends_ms = []
     rank = whole_rank(example.globs["profile"], (4,))
     for event in rank_program(rank, Plan.parse("data=2"), "cuda"):

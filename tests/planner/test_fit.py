@@ -18,7 +18,7 @@ from paceline.cluster.accelerators import CONTEXT_BYTES, Gpu
 from paceline.cluster.catalogue import accelerator
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Device
-from paceline.cluster.links import Link
+from paceline.cluster.links import Link, Network
 from paceline.cluster.software import PACELINE
 from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Product
@@ -121,7 +121,9 @@ def test_a_schedule_decides_how_many_activations_are_held():
         ]
         batch_bytes = ranks[0].batch_bytes
         return (
-            play_together(programs, [ANY_RATES] * 4, Link(1e12, 0.0))[0].highest["activations"]
+            play_together(programs, [ANY_RATES] * 4, Network(Link(1e12, 0.0)))[0].highest[
+                "activations"
+            ]
             - batch_bytes
         )
 

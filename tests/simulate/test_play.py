@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cluster.links import Link
+from paceline.cluster.links import Link, Network
 from paceline.simulate.collectives import LATE_AFTER_S, collective_s
 from paceline.simulate.device import DeviceRates
 from paceline.simulate.play import play_together
@@ -15,7 +15,7 @@ RATES = DeviceRates(
     function_bytes_per_s=2,
     operator_s=0.1,
 )
-LINK = Link(bytes_per_s=10, latency_s=0)
+LINK = Network(Link(bytes_per_s=10, latency_s=0))
 
 
 def play(program, rates, network, **options):
@@ -95,7 +95,7 @@ def test_collectives_of_a_stream_queue():
 def test_ring_times(kind, expected):
     """n-1 steps of a quarter of the tensor each, twice for an all-reduce, latency at each."""
     assert collective_s(
-        seconds(kind, 40, group=4), Link(bytes_per_s=10, latency_s=0.5)
+        seconds(kind, 40, group=4), Network(Link(bytes_per_s=10, latency_s=0.5))
     ) == pytest.approx(expected)
 
 
@@ -113,14 +113,14 @@ def test_ranks_that_computed_come_at_different_times(times, computed_s, waits_s)
     """2 s at every collective, and up to 4 s more by how long they computed; three share what lies before them."""
     event = Collective("all_reduce", 0.0, group=2, times=times)
 
-    assert collective_s(event, Link(1.0, 0.0, wait_s=2.0, late_s=4.0), computed_s) == pytest.approx(
-        waits_s
-    )
+    assert collective_s(
+        event, Network(Link(1.0, 0.0, wait_s=2.0, late_s=4.0)), computed_s
+    ) == pytest.approx(waits_s)
 
 
 def test_computing_counts_since_ranks_met():
     """The second collective follows the first one at once."""
-    link = Link(10, 0.0, wait_s=0.0, late_s=4.0)
+    link = Network(Link(10, 0.0, wait_s=0.0, late_s=4.0))
     twice = (
         second(),
         seconds("all_reduce", 0, stream=COMPUTE),
@@ -133,7 +133,7 @@ def test_computing_counts_since_ranks_met():
 
 def test_a_group_of_one_costs_nothing():
     """There is nobody to talk to."""
-    assert collective_s(seconds("all_reduce", 40, group=1), Link(10, 0.5)) == 0.0
+    assert collective_s(seconds("all_reduce", 40, group=1), Network(Link(10, 0.5))) == 0.0
 
 
 def test_memory_peaks_where_most_is_held():
@@ -162,7 +162,7 @@ def test_ranks_wait_for_messages():
         Compute(flops=10),
     )
     second = (Allocate("activations", 7), Receive(0, "x"), Compute(flops=50), Send(0, "y", 10))
-    link = Link(bytes_per_s=10, latency_s=0.5)
+    link = Network(Link(bytes_per_s=10, latency_s=0.5))
 
     first_rank, second_rank = play_together([first, second], [RATES, RATES], link)
 

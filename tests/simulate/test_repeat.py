@@ -48,8 +48,8 @@ def test_a_repetition_is_all_of_its_rounds(body, count):
         (Allocate("parameters", 100), Compute(flops=1)),
         (Compute(flops=7, after=("sum", "gather")),),
     )
-    counted = play((*before, Repeat(body, count), *after), RATES, Link(10, 0.1))
-    one_by_one = play((*before, *body * count, *after), RATES, Link(10, 0.1))
+    counted = play((*before, Repeat(body, count), *after), RATES, Network(Link(10, 0.1)))
+    one_by_one = play((*before, *body * count, *after), RATES, Network(Link(10, 0.1)))
 
     assert counted.step_s == pytest.approx(one_by_one.step_s)
     assert counted.breakdown == pytest.approx(one_by_one.breakdown)
@@ -101,7 +101,7 @@ def test_servers_are_as_fast_as_the_link_that_carries_most(servers, colocated, s
     """8 workers push 10 bytes: one server takes all of it, eight a worker's time; in one process a part is free."""
     event = Collective("push", 10, 8, servers=servers, is_colocated=colocated)
 
-    assert collective_s(event, Link(10, 0.0)) == pytest.approx(seconds)
+    assert collective_s(event, Network(Link(10, 0.0))) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,9 @@ def test_workers_wait_for_weights_as_ranks_for_each_other(
     stream: str, computed_s: float, waited_s: float
 ):
     """The last of them sends its gradients first; beside computing nobody waits."""
-    link = Link(10, 0.0, wait_s=0.5, late_s=0.2)
+    link = Network(Link(10, 0.0, wait_s=0.5, late_s=0.2))
     event = Collective("pull", 10, 2, servers=1, stream=stream)
 
     assert collective_s(event, link, computed_s) == pytest.approx(
-        collective_s(event, Link(10, 0.0)) + waited_s
+        collective_s(event, Network(Link(10, 0.0))) + waited_s
     )

@@ -13,7 +13,7 @@ from paceline.simulate.program import COMPUTE, Collective
 LATE_AFTER_S = 12e-3
 
 
-def collective_s(event: Collective, network: Network | Link, computed_s: float = 0.0) -> float:
+def collective_s(event: Collective, network: Network, computed_s: float = 0.0) -> float:
     """Seconds of a collective on a ring of equal links.
 
     Ranks first wait for each other, as far as they are known to: `Link.wait_s`, and `Link.late_s` where they have
@@ -26,11 +26,9 @@ def collective_s(event: Collective, network: Network | Link, computed_s: float =
     Sources: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH;
     NCCL's rings with one channel a network card, and its double trees (Sanders, Speck and Träff 2009).
 
-    >>> collective_s(Collective("all_reduce", 4e9, group=4), Link(bytes_per_s=1e9, latency_s=0.5))
+    >>> collective_s(Collective("all_reduce", 4e9, group=4), Network(Link(bytes_per_s=1e9, latency_s=0.5)))
     9.0
     """
-    if isinstance(network, Link):
-        network = Network(network)
     if event.servers:
         return _with_servers_s(event, network, computed_s)
     if event.group <= 1:

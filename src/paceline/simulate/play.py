@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from paceline.cluster.links import Link, Network
+from paceline.cluster.links import Network
 from paceline.job import Precision
 from paceline.simulate.collectives import collective_s
 from paceline.simulate.program import (
@@ -64,7 +64,7 @@ class Timeline:
 def play_together(
     programs: Sequence[Program],
     rates: Sequence[Rates],
-    network: Network | Link,
+    network: Network,
     *,
     precision: Precision = "float32",
     rank_stride: int = 1,
@@ -130,7 +130,7 @@ class Player:
     def __init__(
         self,
         rates: Rates,
-        network: Network | Link,
+        network: Network,
         *,
         precision: Precision = "float32",
         number: int = 0,
@@ -142,7 +142,7 @@ class Player:
             rates,
             precision,
         )
-        self.network = Network(network) if isinstance(network, Link) else network
+        self.network = network
         self.clock: dict[str, float] = {
             COMPUTE: 0.0,
             NETWORK: 0.0,
