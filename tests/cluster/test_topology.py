@@ -46,7 +46,7 @@ def test_figures_are_those_of_the_catalogue(
     fields: dict[str, object], name: str, bytes_per_s: float
 ):
     wire = between(card(0, **fields), card(1, **fields))
-    assert wire is not None and wire.name == name
+    assert wire is not None and wire.source == name
     assert wire.bytes_per_s == pytest.approx(bytes_per_s)
 
 
@@ -54,7 +54,7 @@ def test_the_slower_card_sets_the_pace():
     assert between(card(0), card(1, pcie_generation=4)) == between(
         card(0, pcie_generation=4), card(1)
     )
-    assert getattr(between(card(0), card(1, pcie_generation=4)), "name", "") == "PCIe 4 x16"
+    assert getattr(between(card(0), card(1, pcie_generation=4)), "source", "") == "PCIe 4 x16"
 
 
 def test_what_nvml_does_not_say_is_not_assumed():

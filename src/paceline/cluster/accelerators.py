@@ -100,13 +100,8 @@ def identity() -> str:
     """Return a text of all that measurements on the GPUs depend on: their names, the driver and
     their links.
     """
-    wires = [
-        topology.between(card, other) if card is not None and other is not None else None
-        for number, card in enumerate(cards())
-        for other in cards()[:number]
-    ]
     names = [gpu.name for gpu in gpus()]
-    return f"{names} driver {driver_version()} wires {[wire and wire.name for wire in wires]}"
+    return f"{names} driver {driver_version()} wires {[wire and wire.source for wire in topology.wires(cards())]}"
 
 
 def driver_version() -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
@@ -45,14 +45,14 @@ FREE_STEP_BYTES = 256 * 2**20  # a GPU's free memory is rounded down to a multip
 HOSTS_HERE = "PACELINE_HOSTS_HERE"  # how many hosts of a run are containers of this machine
 
 
+@dataclass(frozen=True)
 class DescribedDevices(Sequence[Device]):
     """The devices of described nodes in rank order.
 
     They are made on request, so 100,000 take as little room as one.
     """
 
-    def __init__(self, nodes: tuple[Nodes, ...]) -> None:
-        self.nodes = nodes
+    nodes: tuple[Nodes, ...]
 
     def __len__(self) -> int:
         return sum(kind.num_devices for kind in self.nodes)
@@ -70,15 +70,6 @@ class DescribedDevices(Sequence[Device]):
                 return replace(kind.devices[rest % len(kind.devices)], index=index)
             rest -= kind.num_devices
         raise IndexError(index)
-
-    def __iter__(self) -> Iterator[Device]:
-        return (self[i] for i in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DescribedDevices) and self.nodes == other.nodes
-
-    def __hash__(self) -> int:
-        return hash(self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +406,7 @@ def _between_gpus(indices: Sequence[int]) -> Link:
         return replace(
             link_of(known_link(UNKNOWN_LINK)), source=f"not known, counted as {UNKNOWN_LINK}"
         )
-    return Link(wire.bytes_per_s, wire.latency_s, source=f"{wire.name}, as the driver says")
+    return replace(wire, source=f"{wire.source}, as the driver says")
 
 
 def _with_free(device: Device) -> Device:

@@ -4,9 +4,12 @@ assumed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.cluster.catalogue import LinkKind, link
+from paceline.cluster.devices import link_of
+from paceline.cluster.links import Link
 from paceline.cluster.nvml import Card
 
 # NVLink by the major number of a card's compute capability, with the number of links that the
@@ -22,22 +25,13 @@ _LANES = 16  # lanes that the catalogue's figures for PCIe count
 _NEWEST_PCIE = 6  # in the catalogue
 
 
-@dataclass(frozen=True, slots=True)
-class GpuLink:
-    """The link between two GPUs."""
-
-    name: str
-    bytes_per_s: float  # in one direction, as much as collectives reach
-    latency_s: float
-
-
-def between(card: Card, other: Card) -> GpuLink | None:
+def between(card: Card, other: Card) -> Link | None:
     """Return the link between two cards: NVLink if there is any, else PCIe at the slower card's
     speed.
 
-    The result is None if NVML knows neither. A way through both processors of a host is slower than
-    this, and so is one through the host's memory, which is used if cards can't read each other's
-    memory. Only a measurement finds that (`api/links.py`).
+    `source` names it. The result is None if NVML knows neither. A way through both processors of a
+    host is slower than this, and so is one through the host's memory, which is used if cards can't
+    read each other's memory. Only a measurement finds that (`api/links.py`).
     """
     count = card.num_nvlinks(other)
     if count and card.capability[0] in _NVLINKS:
@@ -51,13 +45,18 @@ def between(card: Card, other: Card) -> GpuLink | None:
     return min(ways, key=lambda way: way.bytes_per_s) if len(ways) == 2 else None
 
 
-def slowest(cards: list[Card | None]) -> GpuLink | None:
-    """Return the slowest of the links between each two cards; None if one of them is not known."""
-    links = [
+def wires(cards: Sequence[Card | None]) -> list[Link | None]:
+    """Return the links between each two cards; None for those of cards that are not known."""
+    return [
         between(card, other) if card is not None and other is not None else None
         for number, card in enumerate(cards)
         for other in cards[:number]
     ]
+
+
+def slowest(cards: Sequence[Card | None]) -> Link | None:
+    """Return the slowest of the links between each two cards; None if one of them is not known."""
+    links = wires(cards)
     known = [wire for wire in links if wire is not None]
     return (
         min(known, key=lambda wire: wire.bytes_per_s)
@@ -66,7 +65,7 @@ def slowest(cards: list[Card | None]) -> GpuLink | None:
     )
 
 
-def _pcie(card: Card) -> GpuLink | None:
+def _pcie(card: Card) -> Link | None:
     if not card.pcie_generation or not card.pcie_lanes:
         return None
     kind, lanes = link(f"pcie{min(card.pcie_generation, _NEWEST_PCIE)}"), card.pcie_lanes
@@ -75,5 +74,5 @@ def _pcie(card: Card) -> GpuLink | None:
     )
 
 
-def _reached(name: str, bytes_per_s: float, kind: LinkKind) -> GpuLink:
-    return GpuLink(name, bytes_per_s * kind.reached, kind.latency_s)
+def _reached(name: str, bytes_per_s: float, kind: LinkKind) -> Link:
+    return replace(link_of(replace(kind, bytes_per_s=bytes_per_s)), source=name)

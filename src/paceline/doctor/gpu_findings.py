@@ -276,7 +276,7 @@ def judge_links(
                 between(card, other_card) if card is not None and other_card is not None else None
             )
             reads = access[first][other] and access[other][first]
-            kinds.setdefault((wire.name if wire else "wires unknown", reads), []).append(
+            kinds.setdefault((wire.source if wire else "wires unknown", reads), []).append(
                 (first, other)
             )
             carried = measured.get((first, other))

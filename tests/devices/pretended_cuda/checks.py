@@ -470,8 +470,7 @@ def profiled() -> dict[str, Any]:
         "here": [kind for pid, kind, _ in seen if int(pid) == os.getpid()],
         "elsewhere": [ran for pid, *ran in seen if int(pid) != os.getpid()],
         "flops": [
-            sum(s.forward.flops.per_sample for s in each.segments)
-            for each in (with_kernels, plain)
+            sum(s.forward.flops.per_sample for s in each.segments) for each in (with_kernels, plain)
         ],
         "notes": list(with_kernels.notes),
         "parameters": with_kernels.parameter_bytes,
