@@ -117,7 +117,7 @@ def predicted(job: pl.Job, *, calibrating: bool) -> Figures:
     """What the planner says of one device with one thread."""
     from paceline.api.calibration import calibrate
     from paceline.cluster.cluster import Cluster
-    from paceline.model.cost import profile_job
+    from paceline.model.cost.trace import profile_job
     from paceline.planner.corrections import Corrections
     from paceline.planner.estimate import estimate
     from paceline.planner.search import predicted_gain

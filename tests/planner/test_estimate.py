@@ -14,8 +14,8 @@ from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Device
 from paceline.cluster.links import Link
-from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Affine, Parameter, Profile, Segment, Work
+from paceline.model.cost.trace import profile_job
 from paceline.planner.estimate import estimate
 from paceline.planner.microbatches import fewest_microbatches
 from paceline.planner.program import MICROBATCH_S

@@ -20,8 +20,8 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Device
 from paceline.cluster.links import Link, Network
 from paceline.cluster.software import PACELINE
-from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Product
+from paceline.model.cost.trace import profile_job
 from paceline.planner import rank_kinds
 from paceline.planner.estimate import estimate
 from paceline.planner.fit import check_fits, ledger, smallest_change

@@ -24,7 +24,8 @@ from benchmarks.models.convolution import ConvNetSize, convnet_profile
 from benchmarks.models.decoder import next_token_loss
 from benchmarks.models.flops import backward_flops, forward_flops
 from paceline.base.errors import ClusterError, JobError
-from paceline.model.cost import Profile, profile_job
+from paceline.model.cost.profile import Profile
+from paceline.model.cost.trace import profile_job
 
 GPT = DecoderSize(2, 64, 4, 256, 96, sequence=128)
 LLAMA = DecoderSize(3, 64, 4, 160, 96, sequence=128, kv_heads=2, form="llama")

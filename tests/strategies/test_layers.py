@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from benchmarks.models import Decoder, DecoderSize, decoder_profile
 from paceline.cluster.cluster import Cluster
-from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Profile
+from paceline.model.cost.trace import profile_job
 from paceline.planner.estimate import Estimate, estimate
 from paceline.planner.pieces import LazyPieces
 from paceline.strategies.plan import Plan

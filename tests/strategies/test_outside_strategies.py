@@ -201,7 +201,7 @@ def test_without_the_package_its_key_is_unknown():
 @pytest.mark.usefixtures("gossip")
 def test_it_is_among_the_relaxed_plans_and_has_a_price():
     """Two neighbours are sent the weights in each step, and three copies of them are held beside."""
-    from paceline.model.cost import profile_job
+    from paceline.model.cost.trace import profile_job
     from paceline.planner.estimate import estimate
 
     plans = offered(Limits(batch=BATCH), DeviceCounts(4, 4))

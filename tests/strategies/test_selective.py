@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.model.attention import Selective
-from paceline.model.cost import profile_job
+from paceline.model.cost.trace import profile_job
 from paceline.strategies.stages.price import SplitJob
 
 WIDTH, HEADS, LENGTH, SAMPLES = 32, 4, 16, 4

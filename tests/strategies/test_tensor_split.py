@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import paceline
 from paceline.cluster.cluster import Cluster
 from paceline.launch.local.ranks import run_local
-from paceline.model.cost import profile_job
+from paceline.model.cost.trace import profile_job
 from paceline.strategies.mesh import local_part
 from paceline.strategies.stages.price import SplitJob
 from paceline.strategies.tensor import run as tensor_run

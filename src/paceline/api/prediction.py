@@ -26,7 +26,7 @@ from paceline.simulate.device import refresh_device
 if TYPE_CHECKING:
     from paceline.api.plan_choice import PlanChoice
     from paceline.launch.process.heartbeats import HeartbeatTable
-    from paceline.model.cost import Profile
+    from paceline.model.cost.profile import Profile
     from paceline.planner.estimate import Estimate
     from paceline.planner.pieces import LazyPieces
     from paceline.planner.problem import PlanningProblem
@@ -123,7 +123,7 @@ def _without_price(priced: Priced, error: Exception) -> Priced:
 
 def _profiled(priced: Priced) -> Priced:
     """Add the job's cost. A job that can't be profiled is trained all the same."""
-    from paceline.model.cost import profile_job
+    from paceline.model.cost.trace import profile_job
     from paceline.planner.multi_model import priced as as_priced
     from paceline.planner.pieces import LazyPieces
 

@@ -66,8 +66,7 @@ def refuse_few_pieces(job: Job, plan: Plan) -> None:
 
 def _cut(job: Job, plan: Plan) -> None:
     from paceline.base.logs import redirect
-    from paceline.model.cost import profile_job
-    from paceline.model.cost.trace import fake_model
+    from paceline.model.cost.trace import fake_model, profile_job
     from paceline.strategies.stages.assignment import EXAMPLE_SAMPLES, assigned, piece_needs
     from paceline.strategies.stages.price import SplitJob
 

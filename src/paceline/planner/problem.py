@@ -61,8 +61,7 @@ class PlanningProblem:
             like: The problem of the same job in another precision with the same weights. Its
                 corrections hold for this one, too.
         """
-        from paceline.model.cost import profile_job
-        from paceline.model.cost.trace import fake_model
+        from paceline.model.cost.trace import fake_model, profile_job
         from paceline.planner.multi_model import priced
 
         job = priced(job)

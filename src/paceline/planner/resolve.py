@@ -96,7 +96,7 @@ def resolve(
         )
     if count == "auto" and job is not None:
         from paceline.cluster.gpu_use import apart_from_cuda
-        from paceline.model.cost import profile_job
+        from paceline.model.cost.trace import profile_job
         from paceline.planner.microbatches import fewest_microbatches
         from paceline.planner.multi_model import priced
 

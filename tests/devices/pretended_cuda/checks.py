@@ -457,7 +457,7 @@ def profiled() -> dict[str, Any]:
     """Where a model with kernels of its own is run for its profile, and what that says beside one without. The process
     has not used CUDA."""
     from paceline.base import fork
-    from paceline.model.cost import profile_job
+    from paceline.model.cost.trace import profile_job
 
     fork._is_apart = False
     with tempfile.TemporaryDirectory() as folder:

@@ -16,9 +16,10 @@ from torch import nn
 from benchmarks.models.flops import forward_flops
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job
-from paceline.model.cost import profile_job, trace
+from paceline.model.cost import trace
 from paceline.model.cost.blocks import FEWEST, alike_blocks
 from paceline.model.cost.profile import Parameter, Profile, Segment, folded
+from paceline.model.cost.trace import profile_job
 from paceline.planner.estimate import estimate
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.problem import PlanningProblem

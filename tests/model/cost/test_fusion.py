@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.job import Job
-from paceline.model.cost import profile_job
 from paceline.model.cost.fusion import Fusion, SparedByFusion
+from paceline.model.cost.trace import profile_job
 
 X, Y, Z, W, V = range(5)  # storages
 SIZE = 100

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.job import Job
-from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Segment
+from paceline.model.cost.trace import profile_job
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.strategies.recompute.run import prepare

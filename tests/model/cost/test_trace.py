@@ -17,7 +17,8 @@ from benchmarks.models.flops import backward_flops, forward_flops
 from paceline.base.errors import JobError
 from paceline.base.fork import in_a_fork
 from paceline.job import Job
-from paceline.model.cost import profile_job, recorder
+from paceline.model.cost import recorder
+from paceline.model.cost.trace import profile_job
 
 WIDTH, BATCH, FLOAT = 16, 8, 4
 

@@ -16,8 +16,8 @@ from paceline.base.errors import PlanError
 from paceline.cluster.devices import Device
 from paceline.cluster.software import PACELINE
 from paceline.job import Job
-from paceline.model.cost import profile_job
 from paceline.model.cost.profile import Affine, Fused, Parameter, Profile, Segment, Work
+from paceline.model.cost.trace import profile_job
 from paceline.planner.break_even import Gain
 from paceline.planner.corrections import Calibration, Corrections
 from paceline.planner.estimate import Estimate

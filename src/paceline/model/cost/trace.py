@@ -779,11 +779,8 @@ def _statistics_bytes(model: nn.Module) -> int:
     forward writes are rare, and not looked for."""
     model.train()
     return sum(
-        _own_bytes(module)
+        buffer.nbytes
         for module in model.modules()
         if isinstance(module, BatchOrInstanceNorm) and module.training
+        for buffer in module.buffers(recurse=False)
     )
-
-
-def _own_bytes(module: nn.Module) -> int:
-    return sum(b.numel() * b.element_size() for b in module.buffers(recurse=False))
