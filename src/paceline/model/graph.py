@@ -43,6 +43,7 @@ from paceline.model.opaque import (
     modules_in,
 )
 from paceline.model.reads import Reads, attributes_read
+from paceline.model.units import listed_modules
 from paceline.torch_private import pytree
 from paceline.torch_private.dispatch import HigherOrderOperator, written
 from paceline.torch_private.inductor import LazyGraphModule, lazy_graphs
@@ -393,7 +394,7 @@ class _Reader:
         self.graph: fx.Graph = exported.graph_module.graph
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         flat, self.in_spec = pytree.tree_flatten(arguments)
-        self.listed = _listed_modules(model)
+        self.listed = {path for path, _ in listed_modules(computing(model))}
         self.leaves = {
             name for name, module in model.named_modules() if name and not any(module.children())
         }
@@ -749,27 +750,6 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 def _is_opaque(node: fx.Node) -> bool:
     return node.target is torch.ops.paceline.opaque.default
-
-
-def _listed_modules(model: nn.Module) -> set[str]:
-    """Return the paths of the outermost children of ModuleLists and Sequentials that are called
-    themselves.
-    """
-    listed: set[str] = set()
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if (
-                isinstance(module, nn.ModuleList | nn.Sequential)
-                and type(child).forward is not nn.Module.forward
-            ):
-                listed.add(path)
-            else:
-                visit(child, f"{path}.")
-
-    visit(computing(model), "")
-    return listed
 
 
 def mutated(node: fx.Node) -> Sequence[fx.Node]:

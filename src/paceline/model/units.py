@@ -5,7 +5,7 @@ time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import PlanRefused
@@ -77,27 +77,41 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
     >>> list(find_units(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])})))
     ['layers.0', 'layers.2']
     """
-    from torch import nn
-
     from paceline.job.batch_loss import computing
     from paceline.model.forward_effects import runs_with_other_weights
 
-    units: dict[str, nn.Module] = {}
+    def is_closed(module: nn.Module) -> bool:
+        return runs_with_other_weights(type(module))  # type: ignore[arg-type]  # mypy sees no hash in a class
 
-    def visit(module: nn.Module, prefix: str) -> None:
-        if runs_with_other_weights(type(module)):  # type: ignore[arg-type]  # mypy sees no hash in a class
-            return
-        listed = isinstance(module, nn.ModuleList | nn.Sequential)
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            if listed and is_callable(child) and any(True for _ in child.parameters()):
-                units[path] = child
-            else:
-                visit(child, f"{path}.")
-
-    visit(computing(model), "")
     paths = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    return {name: unit for name, unit in units.items() if not _is_tied(unit, paths)}
+    return {
+        path: module
+        for path, module in listed_modules(computing(model), is_closed=is_closed)
+        if any(True for _ in module.parameters()) and not _is_tied(module, paths)
+    }
+
+
+def listed_modules(
+    module: nn.Module,
+    prefix: str = "",
+    *,
+    is_closed: Callable[[nn.Module], bool] = lambda module: False,
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost children of ModuleLists and Sequentials that are called themselves, with
+    their paths.
+
+    Args:
+        is_closed: Whether the modules inside a module are left out.
+    """
+    from torch import nn
+
+    listed = isinstance(module, nn.ModuleList | nn.Sequential)
+    for name, child in () if is_closed(module) else module.named_children():
+        path = f"{prefix}{name}"
+        if listed and is_callable(child):
+            yield path, child
+        else:
+            yield from listed_modules(child, f"{path}.", is_closed=is_closed)
 
 
 def _is_tied(unit: nn.Module, paths: Mapping[int, int]) -> bool:

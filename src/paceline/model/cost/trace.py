@@ -48,7 +48,7 @@ from paceline.model.cost.repeated_layers import Chain, left_out
 from paceline.model.cost.updates import let_fuse
 from paceline.model.forward_effects import sparsely_trained
 from paceline.model.graph import without_cache
-from paceline.model.units import find_units, recurrent_units
+from paceline.model.units import find_units, is_callable, recurrent_units
 from paceline.torch_private.fake_tensors import LOGGER, FakeTensor, FakeTensorMode
 from paceline.torch_private.modules import BatchOrInstanceNorm
 from paceline.torch_private.pytree import tensor_leaves, tree_leaves
@@ -559,8 +559,7 @@ def _outer_pieces(model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str,
             path = f"{prefix}{name}"
             if path in units or not any(True for _ in child.parameters()):
                 continue
-            is_called = type(child).forward is not nn.Module.forward
-            if not is_called or any(unit.startswith(f"{path}.") for unit in units):
+            if not is_callable(child) or any(unit.startswith(f"{path}.") for unit in units):
                 visit(child, f"{path}.")
             else:
                 pieces[path] = child
