@@ -322,7 +322,7 @@ def _read(kind: DeviceKind) -> DeviceRates | None:
     """The rates in the cache; None if they aren't there or make no sense."""
     stored = cache.read("device", kind)
     try:
-        rates = _rates(stored)
+        rates = DeviceRates(**{name: float(stored[name]) for name in (*RATES, *OTHER_FIGURES)})
     except (ValueError, KeyError, TypeError):
         return None
     figures = _figures(rates)
@@ -334,7 +334,3 @@ def _read(kind: DeviceKind) -> DeviceRates | None:
 
 def _figures(rates: DeviceRates) -> dict[str, float]:
     return {name: getattr(rates, name) for name in (*RATES, *OTHER_FIGURES)}
-
-
-def _rates(figures: Mapping[str, float]) -> DeviceRates:
-    return DeviceRates(**{name: float(figures[name]) for name in (*RATES, *OTHER_FIGURES)})
