@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import paceline as pl
 from paceline.base.logs import logger
-from paceline.checkpoint.pieces import TensorPiece
+from paceline.checkpoint.pieces import Region, TensorPiece
 from paceline.launch.process.memory_store import StateCopies
 from paceline.servers.server import Server
 from paceline.strategies.mesh import Mesh
@@ -262,7 +262,7 @@ def test_copies_are_read_as_a_checkpoint_is():
         ("pair", pair),
     ):
         assert torch.equal(copied.read(name), expected)
-    assert torch.equal(copied.read("rows", (2, 1), (2, 2)), whole[2:4, 1:3])
+    assert torch.equal(copied.read("rows", Region((2, 1), (2, 2))), whole[2:4, 1:3])
     copies.close()
 
 

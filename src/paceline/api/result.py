@@ -60,11 +60,7 @@ class TrainedModel:
                 hint="pl.open(run, job=...) takes the job",
             )
         checkpoint = self.checkpoint()
-        check_fits(
-            (entry.dtype, entry.shape)
-            for name, entry in checkpoint.tensors.items()
-            if name.startswith(("parameters/", "buffers/"))
-        )
+        check_fits(checkpoint)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.job.seed)
             model: torch.nn.Module = alone(self.job).model()

@@ -4,8 +4,7 @@ fit into it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -32,10 +31,10 @@ def whole_state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     Raises:
         OutOfMemory: the tensors would not fit into memory.
     """
-    names = sorted(name for name in checkpoint.tensors if name.startswith(_OF_MODEL))
-    check_fits((checkpoint.tensors[name].dtype, checkpoint.tensors[name].shape) for name in names)
-    tensors = {name: checkpoint.read(name) for name in names}
-    return {name: tensors[stored] for name, stored in own_names(checkpoint).items()}
+    check_fits(checkpoint)
+    names = own_names(checkpoint)
+    tensors = {stored: checkpoint.read(stored) for stored in set(names.values())}
+    return {name: tensors[stored] for name, stored in names.items()}
 
 
 def own_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -71,7 +70,7 @@ def write_model(path: Path, checkpoint: Checkpoint, names: Mapping[str, str]) ->
             for name in ordered:
                 dtype, shape = kinds[name]
                 for run in Region.whole(shape).in_runs(_RUN_BYTES // dtype.itemsize):
-                    file.write_from(checkpoint.read(names[name], run.offsets, run.shape))
+                    file.write_from(checkpoint.read(names[name], run))
                     long_work.advanced()
             file.finish()
         temp.replace(path)
@@ -83,13 +82,17 @@ def write_model(path: Path, checkpoint: Checkpoint, names: Mapping[str, str]) ->
         remove(temp)
 
 
-def check_fits(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Refuse tensors of these dtypes and shapes if they would not fit into memory.
+def check_fits(checkpoint: Checkpoint) -> None:
+    """Refuse a model that would not fit into memory.
 
     Raises:
-        OutOfMemory: the tensors need more memory than this machine has free.
+        OutOfMemory: its tensors need more memory than this machine has free.
     """
-    needed_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
+    needed_bytes = sum(
+        num_bytes((entry.dtype, entry.shape))
+        for name, entry in checkpoint.tensors.items()
+        if name.startswith(_OF_MODEL)
+    )
     free_bytes = free_memory_bytes()
     if needed_bytes > free_bytes:
         raise OutOfMemory(

@@ -74,14 +74,8 @@ class Checkpoint:
         """The shape of each tensor."""
         return {name: entry.shape for name, entry in self.tensors.items()}
 
-    def read(
-        self,
-        name: str,
-        offsets: tuple[int, ...] | None = None,
-        shape: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
-        """Read a tensor, or the region of it that starts at `offsets` and has this shape, into CPU
-        memory.
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """Read a tensor, or a region of it, into CPU memory.
 
         Only the rows of the region are read.
 
@@ -89,13 +83,7 @@ class Checkpoint:
             CheckpointError: there is no such tensor, or no piece holds a part of the region.
         """
         entry = self._entry(name)
-        if (offsets is None) != (shape is None):
-            raise ValueError("a region needs both offsets and shape")
-        region = Region(offsets or (0,) * len(entry.shape), entry.shape if shape is None else shape)
-        if not len(region.offsets) == len(region.shape) == len(entry.shape):
-            raise ValueError(
-                f"'{name}' has {len(entry.shape)} dims, got offsets {offsets} and shape {shape}"
-            )
+        region = Region.whole(entry.shape) if region is None else region
         target = torch.empty(region.shape, dtype=entry.dtype, device="cpu")
         self._fill(target, name, entry, region)
         return target

@@ -233,6 +233,6 @@ def _fill(piece: TensorPiece, source: Checkpoint, name: str) -> None:
     """Fill a piece in parts of some rows, so that no large tensor is in memory twice."""
     try:
         for run in piece.region.in_runs(MOST_BYTES // piece.tensor.itemsize):
-            piece.tensor[run.slices(piece.offsets)].copy_(source.read(name, run.offsets, run.shape))
+            piece.tensor[run.slices(piece.offsets)].copy_(source.read(name, run))
     except CheckpointError as error:
         raise JobError(f"init: {error.args[0]}") from error

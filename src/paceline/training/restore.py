@@ -13,7 +13,7 @@ import torch
 from paceline.base.codec import unpack
 from paceline.base.errors import CheckpointError
 from paceline.base.logs import logger
-from paceline.checkpoint.pieces import pieces_of
+from paceline.checkpoint.pieces import Region, pieces_of
 from paceline.checkpoint.read import Checkpoint, newest_checkpoint, open_checkpoint
 from paceline.checkpoint.values import from_text_tensor
 from paceline.job.modes import set_mode
@@ -141,7 +141,7 @@ class _Saved:
             return self.checkpoint.read(name)
         parameter = self.stepper.local_parameters[like]
         for piece in pieces_of(like, parameter.detach()):
-            return self.checkpoint.read(name, piece.offsets, tuple(piece.tensor.shape))
+            return self.checkpoint.read(name, piece.region)
         return torch.zeros(local_part(parameter).shape)
 
 
@@ -415,7 +415,7 @@ def _read_like(
     """Read a state tensor: laid out like its parameter if it has the same shape, otherwise whole."""
     entry = checkpoint.tensors[name]
     if extent is not None and tuple(entry.shape) == extent.shape:
-        return checkpoint.read(name, extent.offsets, tuple(parameter.shape))
+        return checkpoint.read(name, Region(extent.offsets, tuple(parameter.shape)))
     if hasattr(parameter, "to_local") and tuple(entry.shape) == tuple(parameter.shape):
         target = torch.zeros_like(parameter)
         checkpoint.read_into(name, target)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.base.errors import PeerLost
 from paceline.base.logs import logger
-from paceline.checkpoint.pieces import TensorPiece
+from paceline.checkpoint.pieces import Region, TensorPiece
 from paceline.launch.hosts.copy_service import CopyReader, index_of
 from paceline.launch.hosts.host_copies import HostCopies
 from paceline.strategies.mesh import Mesh
@@ -142,7 +142,7 @@ def test_a_new_host_reads_what_another_one_has(hosts: list[HostCopies], tmp_path
     for rank in range(2):
         copy(hosts[rank], {"data": 2}, rank, 4)
     copied = newest(hosts, tmp_path, rank=2)
-    assert torch.equal(copied.read("parameters/w", (1, 1), (3, 2)), WHOLE[1:4, 1:3] + 4)
+    assert torch.equal(copied.read("parameters/w", Region((1, 1), (3, 2))), WHOLE[1:4, 1:3] + 4)
     assert [host._rank for host in remote(copied)] == [0]
 
 
