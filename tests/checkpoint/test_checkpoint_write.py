@@ -85,7 +85,7 @@ def test_layout_of_the_folder(tmp_path: Path) -> None:
     """A checkpoint holds one file a rank, the index, the document and COMMIT, which lists all others."""
     first, second = writers(tmp_path, 2)
     for writer, pieces in zip((first, second), halves(), strict=True):
-        assert writer.save(3, pieces, {"cursor": 1}) >= 0.0
+        writer.save(3, pieces, {"cursor": 1})
     first.wait()
     second.wait()
 
@@ -215,9 +215,8 @@ def test_overlapping_saves_come_one_after_the_other(
     assert names(tmp_path) == [".step-1.first-1"]
 
     threading.Timer(0.3, released.set).start()
-    blocked_s = writer.save(2, pieces_of("w", W))
+    writer.save(2, pieces_of("w", W))
 
-    assert blocked_s >= 0.25
     assert "step-1" in names(tmp_path)
     writer.wait()
     assert names(tmp_path) == ["step-1", "step-2"]
@@ -530,12 +529,6 @@ def test_leftovers_of_other_launches_are_removed(tmp_path: Path) -> None:
         ".predicted.json.8-8.tmp",
         "model.safetensors",
     }
-
-
-def test_an_attempt_that_is_no_token(tmp_path: Path) -> None:
-    """A token that could be taken for a path is refused."""
-    with pytest.raises(ValueError, match="attempt must be made of letters"):
-        Writer(tmp_path, rank=0, world_size=1, attempt="../x")
 
 
 def test_parts_of_a_killed_launch_are_not_taken(tmp_path: Path) -> None:

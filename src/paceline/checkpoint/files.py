@@ -23,7 +23,7 @@ import torch
 import xxhash
 
 from paceline.checkpoint.dtypes import DTYPE_NAMES, in_file
-from paceline.checkpoint.pieces import copy
+from paceline.checkpoint.pieces import copy, is_plain
 
 BUFFER_BYTES = (
     8 * 2**20
@@ -47,15 +47,6 @@ def num_bytes(kind: Kind) -> int:
     24
     """
     return math.prod(kind[1]) * kind[0].itemsize
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in CPU memory as they lie in a file."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._descriptor = memory_file("paceline-save")
         self._mapped = torch.empty(0, dtype=torch.uint8)
-        self._taken = 0  # bytes of the file for which the system has given memory
+        self.num_bytes = 0  # of the file, for which the system has given memory
         self._end = 0  # end of the bytes that were copied since `begin`, or will be
         # Targets and sources of the copies that `copy_beside` makes.
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -64,17 +64,12 @@ class Snapshot:
         """
         be_nice()
         with suppress(OSError):  # the save itself reports missing memory
-            while self._taken < num_bytes:
+            while self.num_bytes < num_bytes:
                 with self._lock:
-                    begin = self._taken
+                    begin = self.num_bytes
                     self._take(min(begin + _RESERVED_BYTES, num_bytes), mapped_bytes=num_bytes)
                     # torch's operators would start threads for this thread.
-                    ctypes.memset(self._mapped.data_ptr() + begin, 0, self._taken - begin)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that this snapshot has taken from the system."""
-        return self._taken
+                    ctypes.memset(self._mapped.data_ptr() + begin, 0, self.num_bytes - begin)
 
     def begin(self, num_bytes: int) -> None:
         """Forget the copies of the previous save, which is written, and provide so much memory.
@@ -139,11 +134,11 @@ class Snapshot:
             self._mapped = torch.frombuffer(
                 mmap.mmap(self._descriptor, mapped_bytes), dtype=torch.uint8
             )
-        if num_bytes > self._taken:
+        if num_bytes > self.num_bytes:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor, self._taken, num_bytes - self._taken)
-            self._left_out.grow(num_bytes - self._taken)
-            self._taken = num_bytes
+                os.posix_fallocate(self._descriptor, self.num_bytes, num_bytes - self.num_bytes)
+            self._left_out.grow(num_bytes - self.num_bytes)
+            self.num_bytes = num_bytes
 
 
 def aligned(num_bytes: int) -> int:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import threading
 import time
@@ -31,14 +30,10 @@ from paceline.base.errors import CheckpointError
 from paceline.base.files import fsync, remove, write_json, write_text
 from paceline.base.long_work import long_work
 from paceline.base.waiting import waiting
-from paceline.checkpoint.files import (
-    CHECKSUM,
-    is_plain,
-    write_tensors,
-)
+from paceline.checkpoint.files import CHECKSUM, write_tensors
 from paceline.checkpoint.index import add_piece, file_of, merged
 from paceline.checkpoint.pace import Pace
-from paceline.checkpoint.pieces import TensorPiece
+from paceline.checkpoint.pieces import TensorPiece, is_plain
 from paceline.checkpoint.snapshot import Snapshot, aligned, be_nice
 from paceline.checkpoint.staging import Staging
 from paceline.cluster.limits import free_memory_bytes
@@ -91,10 +86,6 @@ class Writer:
         meanwhile: Callable[[], None] = lambda: None,
         timeout_s: float = 600.0,
     ) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", attempt):
-            raise ValueError(
-                f"attempt must be made of letters, digits, '-' and '_', got {attempt!r}"
-            )
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / CHECKPOINTS
         self.rank = rank
@@ -135,7 +126,7 @@ class Writer:
         snapshot: bool = True,
         is_for_updates: Callable[[str], bool] = lambda name: False,
         before_commit: Callable[[], None] = lambda: None,
-    ) -> float:
+    ) -> None:
         """Copy the pieces to CPU memory and start to write them. It first waits for a save that
         still runs.
 
@@ -154,9 +145,6 @@ class Writer:
                 this name.
             before_commit: Called on rank 0, on another thread, when all else of the checkpoint is
                 on the disk.
-
-        Returns:
-            Seconds the caller was blocked.
 
         Raises:
             CheckpointError: the previous save failed, this save can't be started, or this save
@@ -182,7 +170,6 @@ class Writer:
         self._save = save
         if is_blocking:
             self.wait()
-        return time.monotonic() - started_s
 
     def before_update(self) -> None:
         """Wait for the copies of a save that began before, because the update writes to the tensors
@@ -376,8 +363,10 @@ class _Save:
                 be_nice()
             self._all_copied()
             self._write_part()
+            self._waits = True
             if self.rank == 0:
                 self._wait_for(self._missing_parts)
+                self._waits = False
                 self._commit()
             else:
                 self._wait_for(self._missing_commit)
@@ -499,13 +488,6 @@ class _Save:
                 is allowed.
             _Exiting: the process exits.
         """
-        self._waits = True
-        try:
-            self._look_for(missing)
-        finally:
-            self._waits = False
-
-    def _look_for(self, missing: Callable[[], str]) -> None:
         reached, looked_s = self._reached(), time.monotonic()
         deadline_s = looked_s + self.timeout_s
         pause_s = FIRST_POLL_S
@@ -604,11 +586,8 @@ def committed_by(folder: Path) -> str | None:
     Paceline did not commit it.
     """
     try:
-        return (
-            json.loads((folder / COMMIT).read_text())["save"]
-            if (folder / COMMIT).is_file()
-            else None
-        )
+        token: str = json.loads((folder / COMMIT).read_text())["save"]
+        return token
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
