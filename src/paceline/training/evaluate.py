@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from paceline.base.streams import kept_streams
 from paceline.job import Job
 from paceline.job.metrics import OfAllSamples
 from paceline.job.phases import FIGURES
+from paceline.launch.collectives.values import names_of_all
 from paceline.model.casts import autocast
 from paceline.model.forward_state import ForwardState, function_kept
 from paceline.strategies.layout import Layout
 from paceline.strategies.mesh import Mesh
 from paceline.training.feed import DataShard, MicroBatch, evaluation_feed, is_stream
-from paceline.training.logged import names_of_all
+from paceline.training.logged import summed
 from paceline.training.loss import read_tally, without_total
 from paceline.training.metrics import AllSamples, copied, no_mean
 from paceline.training.own_step.named_parts import ModelPart
@@ -249,10 +249,7 @@ def _length(data: Any) -> int:
 
 def names_of_mesh(names: list[str], mesh: Mesh, device: torch.device) -> list[str]:
     """Return the names that any rank of a mesh has, in one order. Collective."""
-    reduced = partial(_reduced, mesh=mesh)
-    return names_of_all(
-        names, place=mesh.rank, ranks=mesh.world_size, all_reduce=reduced, device=device
-    )
+    return names_of_all(names, device=device) if mesh.world_size > 1 else names
 
 
 def sums_of_all(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.base.errors import PlanRefused
+from paceline.launch.collectives.values import names_of_all
 from paceline.training.loss import LossSum, read_tally, refuse_name, without_total
 
 if TYPE_CHECKING:
@@ -72,13 +72,9 @@ class LoggedFigures:
         values, figures.users = list(figures.users[sent:]), figures.users[:sent]
         if figures.unnamed:
             sync = self.state.step_sync
-            new = names_of_all(
-                self.new_names,
-                place=self.state.loss_number,
-                ranks=sync.world_size,
-                all_reduce=sync.all_reduce_figures,
-                device=self.state.device,
-            )
+            new = self.new_names
+            if sync.world_size > 1:
+                new = names_of_all(new, device=self.state.device)
             sums = sync.all_reduce_figures(self.message(new))
             names, values = [*names, *new], [*values, *sums.tolist()]
             self.state.logged_names = tuple(names)
@@ -86,32 +82,6 @@ class LoggedFigures:
             before = self.sums.get(name, (0.0, 0.0))
             self.sums[name] = before[0] + total, before[1] + count
         self.here = {}
-
-
-def names_of_all(
-    names: Sequence[str],
-    *,
-    place: int,
-    ranks: int,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor],
-    device: torch.device,
-) -> list[str]:
-    """Return the names that any rank has, in one order. Collective.
-
-    Args:
-        place: This rank's. Ranks that share one have no names, but for one of them.
-    """
-
-    def of_all(values: Sequence[int], longest: int) -> list[list[float]]:
-        table = torch.zeros(ranks, longest, dtype=torch.float64)
-        table[place, : len(values)] += torch.tensor(list(values), dtype=torch.float64)
-        rows: list[list[float]] = all_reduce(table.flatten().to(device)).view_as(table).tolist()
-        return rows
-
-    here = json.dumps(names).encode() if names else b""
-    longest = max(int(length) for (length,) in of_all([len(here)], 1))
-    texts = [bytes(map(int, row)).rstrip(b"\0") for row in of_all(here, longest)]
-    return list(dict.fromkeys(name for text in texts if text for name in json.loads(text)))
 
 
 def note(tallies: Tallies, name: str, value: Any, *, source: str, samples: int, whole: int) -> None:

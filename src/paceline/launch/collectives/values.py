@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,13 @@ def values_of_all(
     everyone = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, padded, group=group)
     return [_heard(text) for text in everyone]
+
+
+def names_of_all(
+    names: Iterable[str], group: dist.ProcessGroup | None = None, device: torch.device = _CPU
+) -> list[str]:
+    """Return the names of all ranks, in the same order on all of them. Collective."""
+    return list(dict.fromkeys(chain(*values_of_all(list(names), group, device))))
 
 
 def value_of_one(

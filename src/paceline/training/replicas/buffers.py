@@ -7,14 +7,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.base.logs import logger
-from paceline.launch.collectives.values import values_of_all
+from paceline.launch.collectives.values import names_of_all
 from paceline.model.attributes import OF_TORCH, is_plain, plain_attributes
 from paceline.model.copy_on_write import TensorSnapshot
 from paceline.model.forward_state import ForwardState, MappingSnapshot
@@ -115,7 +114,7 @@ class ChangingBuffers:
         if has_unsynced is None:
             has_unsynced = bool(_greatest([float(bool(self.unsynced()))], group)[0])
         if has_unsynced:
-            self._learn(union_of_names(self.unsynced(), group), group)
+            self._learn(names_of_all(self.unsynced(), group), group)
         if not self.names and not self.attributes:
             return
         named = self._tensors()  # looked up again, because a model may have replaced the tensors
@@ -277,11 +276,6 @@ def _greatest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     together = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(together, dist.ReduceOp.MAX, group)
     return [float(value) for value in together.tolist()]
-
-
-def union_of_names(names: Sequence[str], group: dist.ProcessGroup) -> list[str]:
-    """Return the names of all ranks of a group, in the same order on all of them. Collective."""
-    return list(dict.fromkeys(chain(*values_of_all(list(names), group))))
 
 
 def _meet(

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.errors import PlanRefused, TrainingError
+from paceline.launch.collectives.values import names_of_all
 from paceline.model.copy_on_write import TensorSnapshot
 from paceline.strategies.mesh import local_part
 from paceline.torch_private.autograd import accumulated_hooks, version_of
 from paceline.torch_private.storage import address
-from paceline.training.replicas.buffers import union_of_names
 
 _ROUNDING = (
     16  # units in the last place by which equal edits may differ: devices may add in another order
@@ -101,7 +101,7 @@ class Edits:
             EditsDifferError: replicas changed an element in different ways in the first step.
             TrainingError: they did so in a later step.
         """
-        changed = union_of_names(self._changed, group) if has_unknown else ()
+        changed = names_of_all(self._changed, group) if has_unknown else ()
         unknown = [name for name in changed if name not in self.names]
         merged = []
         for name in [*self.names, *unknown]:
