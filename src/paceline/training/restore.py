@@ -168,7 +168,7 @@ def restore(stepper: StateOwner, checkpoint: Checkpoint) -> list[str]:
     if (
         stepper.scaling is not None and "loss_scale" in checkpoint.document
     ):  # otherwise the run was in another precision
-        stepper.scaling.restore(checkpoint.document["loss_scale"])
+        vars(stepper.scaling).update(checkpoint.document["loss_scale"])
     return list(dict.fromkeys(notes)) + _restore_rooms(stepper, _Saved(stepper, checkpoint))
 
 

@@ -11,8 +11,8 @@ Source: Micikevicius et al. 2018, Mixed Precision Training; figures of torch.amp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -24,9 +24,10 @@ LEAST_SCALE = 1.0  # DeepSpeed's min_loss_scale; below it gradients overflow eve
 _LARGEST_SCALE = 2.0**127  # the largest power of two in float32
 
 
+@dataclass
 class LossScale:
     """The factor by which a run's losses are multiplied, and its changes. It is the same on all
-    ranks, as numbers on the host.
+    ranks, as numbers on the host, which checkpoints keep.
 
     Attributes:
         scale: The factor for the next step.
@@ -36,14 +37,11 @@ class LossScale:
             first.
     """
 
-    def __init__(self) -> None:
-        self.scale, self.grown_steps, self.skipped_steps, self.skipped_in_a_row = (
-            FIRST_SCALE,
-            0,
-            0,
-            0,
-        )
-        self.count: float | None = None
+    scale: float = FIRST_SCALE
+    grown_steps: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    count: float | None = None
 
     def expected_count(self, samples: int) -> float:
         """Return the number by which a loss that is a sum is divided before backward.
@@ -106,25 +104,6 @@ class LossScale:
                 "the samples of these steps",
             )
         self.scale = max(self.scale * BACKOFF, LEAST_SCALE)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        return {
-            "scale": self.scale,
-            "grown_steps": self.grown_steps,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "count": self.count,
-        }
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue from the state that `to_dict` returned."""
-        self.scale, self.grown_steps = float(saved["scale"]), int(saved["grown_steps"])
-        self.skipped_steps, self.skipped_in_a_row = (
-            int(saved["skipped_steps"]),
-            int(saved["skipped_in_a_row"]),
-        )
-        self.count = None if saved["count"] is None else float(saved["count"])
 
 
 def power_of_two(value: float) -> float:

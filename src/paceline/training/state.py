@@ -5,6 +5,7 @@ independent of the plan.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -362,7 +363,7 @@ def changing_document(stepper: StateOwner, *, step: int, samples: int) -> dict[s
         "groups": [options(group) for group in stepper.optimizer.param_groups],
         "schedule": plain(schedule, "the learning-rate schedule"),
         **({"trains": stepper.trains} if stepper.has_modes else {}),
-        **({"loss_scale": stepper.scaling.to_dict()} if stepper.scaling is not None else {}),
+        **({"loss_scale": asdict(stepper.scaling)} if stepper.scaling is not None else {}),
     }
 
 
