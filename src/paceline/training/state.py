@@ -60,39 +60,30 @@ class StateOwner(Protocol):
     """
 
     trains: bool
+    speaks_for_job: bool
+    replica: int
+    job: Job
+    model: torch.nn.Module
+    mesh: Mesh
 
     @property
-    def speaks_for_job(self) -> bool: ...
-    @property
-    def replica(self) -> int: ...
-    @property
-    def job(self) -> Job: ...
-    @property
-    def model(self) -> torch.nn.Module: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
     def layout(self) -> Ownership: ...
-    @property
-    def local_parameters(self) -> dict[str, torch.nn.Parameter]: ...
-    @property
-    def parameters(self) -> dict[str, torch.nn.Parameter]: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def groups(self) -> list[list[str]]: ...
-    @property
-    def optimizer_state(self) -> OptimizerState: ...
+
+    local_parameters: dict[str, torch.nn.Parameter]
+    parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    groups: list[list[str]]
+    optimizer_state: OptimizerState
+
     @property
     def attributes(self) -> ChangingAttributes | None: ...
     @property
     def job_state(self) -> JobState | None: ...
-    @property
-    def schedule(self) -> Any: ...
-    @property
-    def made(self) -> dict[str, Any]: ...
-    @property
-    def has_modes(self) -> bool: ...
+
+    schedule: Any
+    made: dict[str, Any]
+    has_modes: bool
+
     @property
     def scaling(self) -> LossScale | None: ...
     @property
@@ -119,29 +110,25 @@ def pieces(stepper: StateOwner, *, host_ranks: int | None = None) -> Iterator[Te
             hold.
     """
     owners = Owners(stepper.mesh, host_ranks=host_ranks)
+
+    def owns(alike: tuple[str, ...], tensor: torch.Tensor, like: torch.Tensor) -> bool:
+        cut_along = axes_cut(like)
+        along = tuple(axis for axis in alike if axis not in cut_along)
+        # The bytes of a DTensor are those of all its parts together.
+        return owners.owns(along, tensor.numel() * tensor.element_size())
+
     for name, tensor, alike, extent in _tensors(stepper, owners):
-        cut_along = axes_cut(tensor)
-        if owners.owns(
-            tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(tensor)
-        ):
+        if owns(alike, tensor, tensor):
             yield from pieces_of(name, tensor.detach(), extent)
     for kept in stepper.kept():
-        cut_along = axes_cut(stepper.local_parameters[kept.like]) if kept.like else ()
         alike = stepper.mesh.part_axes if kept.replica else stepper.mesh.alike_axes
-        if not owners.owns(
-            tuple(axis for axis in alike if axis not in cut_along), _whole_bytes(kept.tensor)
-        ):
+        if not owns(alike, kept.tensor, stepper.local_parameters.get(kept.like, kept.tensor)):
             continue
         if not kept.like:
             yield from pieces_of(kept.name, kept.tensor)
         elif kept.like in stepper.layout.owned:
             for piece in pieces_of(kept.like, stepper.local_parameters[kept.like].detach()):
                 yield TensorPiece(kept.name, piece.shape, piece.offsets, kept.tensor)
-
-
-def _whole_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor in bytes; for a DTensor, that of all its parts together."""
-    return tensor.numel() * tensor.element_size()
 
 
 def alike_along(stepper: StateOwner, axis: str) -> dict[str, torch.Tensor]:
@@ -185,7 +172,7 @@ def _tensors(
     """
     mesh, owned, extents = stepper.mesh, stepper.layout.owned, stepper.layout.extents
     stepper.optimizer_state.look()
-    everywhere = mesh.alike_axes
+    everywhere, persistent = mesh.alike_axes, persistent_buffers(stepper.model)
     shared = stepper.step_sync.global_weights(stepper.local_parameters)
     yield from (
         (f"parameters/{name}", parameter, everywhere, extents.get(name))
@@ -194,7 +181,7 @@ def _tensors(
     )
     yield from (
         (f"buffers/{name}", buffer, everywhere, None)
-        for name, buffer in persistent_buffers(stepper.model).items()
+        for name, buffer in persistent.items()
         if name in stepper.layout.owned_buffers
     )
     own_steps = stepper.step_sync.has_own_steps
@@ -214,9 +201,9 @@ def _tensors(
                 alike,
                 extents.get(name) if value.shape == parameter.shape else None,
             )
+    whole: dict[str, torch.Tensor] = {}
     if stepper.attributes is not None and owners.is_first(everywhere):
-        persistent = persistent_buffers(stepper.model)
-        stored = stepper.attributes.stored(
+        whole |= stepper.attributes.stored(
             mesh.coordinates[mesh.stage_axis],
             {
                 name: buffer
@@ -224,13 +211,11 @@ def _tensors(
                 if name in stepper.layout.owned_buffers and name not in persistent
             },
         )
-        yield from ((name, tensor, (), None) for name, tensor in stored.items())
     if stepper.job_state is not None and stepper.speaks_for_job:
-        yield from ((name, tensor, (), None) for name, tensor in stepper.job_state.stored().items())
+        whole |= stepper.job_state.stored()
     if owners.is_first(mesh.sizes):
-        tensors: dict[str, torch.Tensor] = {}
-        _packed_attributes(stepper.optimizer_state, tensors)
-        yield from ((name, tensor, (), None) for name, tensor in tensors.items())
+        stepper.optimizer_state.attributes(whole)
+    yield from ((name, tensor, (), None) for name, tensor in whole.items())
 
 
 def _stored_state(state: OptimizerState, name: str) -> dict[str, torch.Tensor]:
@@ -245,16 +230,6 @@ def _stored_state(state: OptimizerState, name: str) -> dict[str, torch.Tensor]:
         else:
             values[key] = pack(value, key, tensors)
     return tensors | ({VALUES: text_tensor(values)} if values else {})
-
-
-def _packed_attributes(state: OptimizerState, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the optimizer's attributes as JSON holds them. Their tensors are added to `tensors`,
-    by their stored names.
-    """
-    return {
-        path: pack(value, f"optimizer-attributes/{path}", tensors)
-        for path, value in state.attributes().items()
-    }
 
 
 def own_prefix(replica: int) -> str:
@@ -343,7 +318,7 @@ def document(
                 path: [options(group) for group in wrapped]
                 for path, wrapped in state.wrapped_groups().items()
             },
-            "attributes": _packed_attributes(state, {}),
+            "attributes": state.attributes({}),
         },
         **changing,
         **({"left_out": sorted(left_out)} if left_out else {}),

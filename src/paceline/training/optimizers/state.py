@@ -153,14 +153,20 @@ class OptimizerState:
             if slot.is_by_parameter and parameter in slot.value:
                 yield f"{_SELF}{slot.path}", slot.value[parameter]
 
-    def attributes(self) -> dict[str, Any]:
-        """Return the values that belong to no parameter, by path."""
-        if self.through_state_dict:
-            return {"": self.optimizer.state_dict()}
-        return {
+    def attributes(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the values that belong to no parameter by path, as JSON holds them. Their tensors are
+        added to `tensors`, by their stored names.
+        """
+        values = {
             slot.path: slot.value
             for slot in self._slots(parts_of(self.optimizer))
             if not slot.is_by_parameter
+        }
+        if self.through_state_dict:
+            values = {"": self.optimizer.state_dict()}
+        return {
+            path: pack(value, f"optimizer-attributes/{path}", tensors)
+            for path, value in values.items()
         }
 
     def wrapped_groups(self) -> dict[str, list[dict[str, Any]]]:
@@ -233,20 +239,17 @@ def snapshot(state: OptimizerState) -> tuple[Any, dict[str, torch.Tensor]]:
             }
             for name in state.parameters
         },
-        "attributes": {
-            path: pack(value, f"attributes/{path}", tensors)
-            for path, value in state.attributes().items()
-        },
-        "groups": [
-            _options(group, tensors, f"groups/{number}")
-            for number, group in enumerate(state.optimizer.param_groups)
-        ],
-        "wrapped": {
+        "attributes": state.attributes(tensors),
+        "groups": {
             path: [
-                _options(group, tensors, f"wrapped/{path}/{number}")
+                {
+                    key: pack(value, f"groups/{path}/{number}/{key}", tensors)
+                    for key, value in group.items()
+                    if key not in ("params", "param_names")
+                }
                 for number, group in enumerate(groups)
             ]
-            for path, groups in state.wrapped_groups().items()
+            for path, groups in _all_groups(state).items()
         },
     }
     return packed, {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -258,11 +261,9 @@ def load_snapshot(state: OptimizerState, packed: Any, tensors: Mapping[str, torc
     def read(name: str, like: Any) -> torch.Tensor:
         return tensors[name].clone()
 
-    for group, then in zip(state.optimizer.param_groups, packed["groups"], strict=True):
-        group.update({key: unpack(value, read) for key, value in then.items()})
-    wrapped = state.wrapped_groups()
-    for path, groups in packed["wrapped"].items():
-        for group, then in zip(wrapped.get(path, ()), groups, strict=True):
+    groups_now = _all_groups(state)
+    for path, groups in packed["groups"].items():
+        for group, then in zip(groups_now.get(path, ()), groups, strict=True):
             group.update({key: unpack(value, read) for key, value in then.items()})
     state.load_attributes(packed["attributes"], read)
     for name, values in packed["parameters"].items():
@@ -271,11 +272,5 @@ def load_snapshot(state: OptimizerState, packed: Any, tensors: Mapping[str, torc
                 place[0][place[1]] = unpack(value, read, place[0].get(place[1]))
 
 
-def _options(
-    group: Mapping[str, Any], tensors: dict[str, torch.Tensor], name: str
-) -> dict[str, Any]:
-    return {
-        key: pack(value, f"{name}/{key}", tensors)
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+def _all_groups(state: OptimizerState) -> dict[str, list[dict[str, Any]]]:
+    return {"": state.optimizer.param_groups, **state.wrapped_groups()}
