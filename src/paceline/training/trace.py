@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -70,20 +70,11 @@ class TraceRecorder:
                 TraceSpan(self.rank, kind, label, start_s + self._offset_s, end_s + self._offset_s)
             )
 
-    def write(self, folder: Path) -> None:
-        (folder / f"trace-rank-{self.rank}.json").write_text(
-            json.dumps([asdict(span) for span in self.spans])
-        )
 
-
-def bring_together(folder: Path, run_dir: Path, world_size: int) -> None:
-    """Make the trace and the picture from the spans that all ranks wrote into `folder`."""
-    paths = [folder / f"trace-rank-{rank}.json" for rank in range(world_size)]
-    spans = [TraceSpan(**item) for path in paths for item in json.loads(path.read_text())]
+def write(spans: Sequence[TraceSpan], run_dir: Path, *, world_size: int) -> None:
+    """Write the trace and the picture of all ranks' spans."""
     (run_dir / TRACE).write_text(json.dumps(chrome_trace(spans)))
     (run_dir / PICTURE).write_text(picture(spans, world_size=world_size))
-    for path in paths:
-        path.unlink()
 
 
 def chrome_trace(spans: Sequence[TraceSpan]) -> dict[str, object]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import astuple
+from itertools import chain
 from typing import Any
 
 from paceline.checkpoint.read import Checkpoint
+from paceline.launch.collectives.values import values_of_all
 from paceline.training import trace
 from paceline.training.run import RunPart, TrainingRun
 
@@ -25,16 +27,14 @@ class Tracing(RunPart):
                 run.context.rank, range(run.step + 1, run.step + 1 + run.settings.trace_steps)
             )
 
-    def finished(self) -> None:
-        if self.run.stepper.trace is not None and self._logs is not None:
-            self.run.stepper.trace.write(self._logs)
-
     def summary(self) -> Mapping[str, Any]:
-        run, logs = self.run, self._logs
-        if run.stepper.trace is not None and logs is not None and run.context.rank == 0:
-            trace.bring_together(logs, logs.parent, run.context.world_size)
+        run, recorder = self.run, self.run.stepper.trace
+        if recorder is not None and run.run_dir is not None:
+            spans = [astuple(span) for span in recorder.spans]
+            everyone = [spans]
+            if run.num_ranks > 1:
+                everyone = values_of_all(spans, device=run.context.device)
+            if run.context.rank == 0:
+                together = [trace.TraceSpan(*span) for span in chain(*everyone)]
+                trace.write(together, run.run_dir, world_size=run.num_ranks)
         return {}
-
-    @property
-    def _logs(self) -> Path | None:
-        return self.run.run_dir / "logs" if self.run.run_dir is not None else None
