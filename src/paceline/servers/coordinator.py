@@ -350,7 +350,7 @@ class Coordinator(Server):
         """Whether a signal asked to stop, and neither callbacks nor the schedule need the evaluation of this epoch."""
         return (
             self.reception.stop_asked
-            and self.callbacks.control is None
+            and self.callbacks.controller is None
             and not waits_for_evaluations(self.shelf.schedule, self.job)
         )
 

@@ -224,7 +224,7 @@ class Loop:
         run.stop = False
         if asked:
             run.ended = "the script asked for it"
-        if self.callbacks.control is not None:
+        if self.callbacks.controller is not None:
             self.callbacks.take()
             run.settle()
         return False

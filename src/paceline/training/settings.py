@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.cluster.devices import Device
-from paceline.training.control import Controlling
 from paceline.training.feed import MicroBatch
 from paceline.training.parts.spikes import SpikeAction
 from paceline.training.state import StateOwner
 
 if TYPE_CHECKING:
     from paceline.launch.process.faults import Fault
+
+
+# `Requests` as a mapping; "callbacks" has their state, if the ranks asked for it.
+Answer = dict[str, Any]
 
 
 class Observer(Protocol):
@@ -31,6 +34,22 @@ class Observer(Protocol):
 
     def weights(self, step: int, stepper: StateOwner, loss: float) -> bool | None:
         """The update is done. Returns whether the run ends here, alike on every rank."""
+
+
+class Controlling(Protocol):
+    """The object that controls a run; `callbacks.controller.RunController`.
+
+    hooks: methods that its callbacks have.
+    """
+
+    @property
+    def hooks(self) -> frozenset[str]: ...
+    def on_report(self) -> Answer | None: ...
+    def on_question(
+        self, event: Mapping[str, Any], exchange: Callable[[dict[str, Any]], Any]
+    ) -> Answer: ...
+    def states(self) -> list[dict[str, Any]]: ...
+    def tell_slow(self, after_s: float) -> None: ...
 
 
 @dataclass(frozen=True)
