@@ -137,11 +137,7 @@ def in_order(groups: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) ->
             "the optimizer of the checkpoint groups the parameters in another way than this job's",
             hint="resume with the job that wrote the checkpoint",
         )
-    return (
-        list(range(len(groups)))
-        if list(groups) == list(saved)
-        else [places[frozenset(names)] for names in saved]
-    )
+    return [places[frozenset(names)] for names in saved]
 
 
 def load_options(

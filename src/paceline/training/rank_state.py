@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -313,14 +314,12 @@ class RankState:
         """Take a step of the optimizer, or of one of several. Collective if ranks hold parts of
         tensors that it sees whole.
         """
-        self.own_parts.before_update()
-        if self.gathered is not None:
-            self.gathered.before_update()
         try:
-            if any(group["params"] for group in optimizer.param_groups):
-                optimizer.step()
-            else:  # other ranks update everything; schedules check whether a step was taken
-                mark_stepped(optimizer)
+            with self._updating():
+                if any(group["params"] for group in optimizer.param_groups):
+                    optimizer.step()
+                else:  # other ranks update everything; schedules check whether a step was taken
+                    mark_stepped(optimizer)
         except (RuntimeError, NotImplementedError) as error:
             if not is_about_parts(error):
                 raise
@@ -330,9 +329,18 @@ class RankState:
                 hint="use an optimizer that treats every element alike (AdamW, SGD; fused=True and "
                 "foreach=True work with them), or a data=N plan, which keeps parameters whole",
             ) from error
-        self.own_parts.after_update()
-        if self.gathered is not None:
-            self.gathered.after_update()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Let the optimizer have the tensors inside the block that it updates in place of this rank's. Collective if
+        it sees tensors whole of which ranks hold parts.
+        """
+        forms = [self.own_parts, *([] if self.gathered is None else [self.gathered])]
+        for form in forms:
+            form.before_update()
+        yield
+        for form in forms:
+            form.after_update()
 
     def set_mode(self, *, trains: bool) -> None:
         """Switch an optimizer that has other weights for evaluations to these or to the trained
@@ -341,13 +349,8 @@ class RankState:
         Collective if ranks hold parts of tensors that it sees whole.
         """
         self.before_update()
-        self.own_parts.before_update()
-        if self.gathered is not None:
-            self.gathered.before_update()
-        set_mode(self.optimizer, is_training=trains)
-        self.own_parts.after_update()
-        if self.gathered is not None:
-            self.gathered.after_update()
+        with self._updating():
+            set_mode(self.optimizer, is_training=trains)
         self.trains = trains
         if self.merges_edits:
             self.edits.updated()

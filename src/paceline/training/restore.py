@@ -247,9 +247,9 @@ def _take_order(stepper: StateOwner, saved: list[list[str]]) -> None:
     Raises:
         CheckpointError: they are other groups.
     """
-    places = in_order(stepper.groups, saved)
     if stepper.groups == saved:
         return
+    places = in_order(stepper.groups, saved)
     rank = {
         id(stepper.optimizer.param_groups[place]): number for number, place in enumerate(places)
     }

@@ -252,32 +252,18 @@ class _Trial:
         self.weights = self._drawn()
         self.needs_closure = False  # whether a step is given a closure; `begin` finds it out
 
+    # Drawn when they are needed: an optimizer that is known needs none of them.
     @cached_property
-    def _later(
-        self,
-    ) -> tuple[
-        dict[str, torch.Tensor], list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]
-    ]:
-        """Draw other weights, gradients and other gradients. An optimizer that is known needs none
-        of them.
-        """
-        return (
-            self._drawn(),
-            [self._drawn() for _ in range(self.steps)],
-            [self._drawn() for _ in range(self.steps)],
-        )
-
-    @property
-    def other_weights(self) -> dict[str, torch.Tensor]:
-        return self._later[0]
-
-    @property
     def gradients(self) -> list[dict[str, torch.Tensor]]:
-        return self._later[1]
+        return [self._drawn() for _ in range(self.steps)]
 
-    @property
+    @cached_property
+    def other_weights(self) -> dict[str, torch.Tensor]:
+        return self._drawn()
+
+    @cached_property
     def other_gradients(self) -> list[dict[str, torch.Tensor]]:
-        return self._later[2]
+        return [self._drawn() for _ in range(self.steps)]
 
     def _drawn(self) -> dict[str, torch.Tensor]:
         return {
