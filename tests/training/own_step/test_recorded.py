@@ -12,7 +12,7 @@ import paceline as pl
 from paceline.base.errors import JobError, TrainingError
 from paceline.planner.multi_model import priced
 from paceline.training.feed import example_batch
-from paceline.training.own_step.named_parts import TRIED_SAMPLES, _Trial, job_of
+from paceline.training.own_step.named_parts import TRIED_SAMPLES, job_of
 from paceline.training.own_step.recorded import recorded
 
 
@@ -53,10 +53,12 @@ def test_inputs_that_are_no_samples_are_kept_whole() -> None:
 
     assert seen.uncut == {"board"} and seen.inputs["board"] == (None, "first")
     assert seen.inputs["net"].shape == (5, 4) and seen.inputs["net"].dtype is torch.float64
-    trial = _Trial(job())
     for samples in (1, 2, TRIED_SAMPLES + 1):
-        assert example_batch(job_of(job(), "net", trial), samples).input.shape == (samples, 4)
-        assert example_batch(job_of(job(), "board", trial), samples).input == (None, "first")
+        assert example_batch(job_of(job(), "net", lambda: seen), samples).input.shape == (
+            samples,
+            4,
+        )
+        assert example_batch(job_of(job(), "board", lambda: seen), samples).input == (None, "first")
 
 
 def test_such_a_job_is_priced() -> None:

@@ -4,9 +4,9 @@ job's only model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -192,37 +192,11 @@ class _OnlyModel:
         return model
 
 
-class _Trial:
-    """The recorded behaviour of the job's step. The step is tried at the first request."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    @cached_property
-    def recorded_step(self) -> Recorded:
-        return recorded_apart(self.job, TRIED_SAMPLES)
-
-
-class _Inputs:
-    """The inputs with which a step calls a model, for any number of samples. Inputs that are not
-    per sample are given whole.
-    """
-
-    def __init__(self, trial: _Trial, name: str) -> None:
-        self.trial, self.name = trial, name
-
-    def __call__(self, places: Sequence[int]) -> tuple[Any, torch.Tensor]:
-        recorded_step = self.trial.recorded_step
-        rows = torch.tensor(places)
-        model_inputs = recorded_step.inputs[self.name]
-        if self.name in recorded_step.uncut:
-            return model_inputs, rows
-        return map_tensors(lambda tensor: tensor[rows % len(tensor)], model_inputs), rows
-
-
-def job_of(job: Job, name: str, trial: _Trial) -> Job:
+def job_of(job: Job, name: str, trial: Callable[[], Recorded]) -> Job:
     """Return a job with only this model, for code that looks at one model. Its loss depends on
     every output.
+
+    trial: gives what the job's step does, which is tried at the first request.
     """
 
     def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -236,10 +210,19 @@ def job_of(job: Job, name: str, trial: _Trial) -> Job:
             of_all=False,
         )
 
+    def inputs(places: Sequence[int]) -> tuple[Any, torch.Tensor]:
+        """Return the inputs with which the step calls the model, for any number of samples. Inputs that are not
+        per sample are given whole.
+        """
+        model_inputs, rows = trial().inputs[name], torch.tensor(places)
+        if name in trial().uncut:
+            return model_inputs, rows
+        return map_tensors(lambda tensor: tensor[rows % len(tensor)], model_inputs), rows
+
     return Job(
         model=_OnlyModel(job, name),
         data=range(TRIED_SAMPLES),
-        collate=_Inputs(trial, name),
+        collate=inputs,
         loss=_of_every_output,
         optimizer=build,
         batch=job.batch,
@@ -264,9 +247,9 @@ def prepare_models(
     if job.own_step is None:
         only = prepare_job(job, plan=plan, mesh=mesh, device=device, devices=devices)
         return only, {"": ModelPart("", only.layout, only.synchronisers)}
-    trial = _Trial(job)
+    trial = cache(partial(recorded_apart, job, TRIED_SAMPLES))
     if plan.splits_model:
-        refuse_to_split(job, plan, trial.recorded_step)
+        refuse_to_split(job, plan, trial())
     each = {
         name: prepare_job(
             job_of(job, name, trial),
