@@ -27,7 +27,7 @@ class DrawnGroups:
     def __init__(self, groups: Any) -> None:
         if getattr(groups, "num_replicas", None) not in (None, 1):
             raise JobError(
-                f"the batch sampler {self._name_of(groups)} draws one rank's part",
+                f"the batch sampler {type(groups).__name__} draws one rank's part",
                 hint="let it draw for all devices together (num_replicas=1, rank=0): each rank takes its "
                 "own part of each group",
             )
@@ -38,10 +38,6 @@ class DrawnGroups:
             getattr(groups, "sampler", None), "generator", None
         )
         self.windows: GroupedWindows | None = None
-
-    @staticmethod
-    def _name_of(groups: Any) -> str:
-        return type(groups).__name__
 
     def set_epoch(self, epoch: int) -> None:
         for drawing in (self.groups, getattr(self.groups, "sampler", None)):
@@ -67,7 +63,7 @@ class DrawnGroups:
         for number, group in enumerate(self.groups):
             if not isinstance(group, list | tuple) or not group:
                 raise JobError(
-                    f"the batch sampler {self._name_of(self.groups)} drew {group!r} as group {number}",
+                    f"the batch sampler {type(self.groups).__name__} drew {group!r} as group {number}",
                     hint="each group must be a list of one index or more",
                 )
             yield list(group)
