@@ -120,7 +120,7 @@ class Evaluator:
                 row = sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=device))
                 if batch.samples and counts_here:
                     named = f"'{name}' of validation_step"
-                    row += read_tally(value, samples=batch.samples, name=named).on(device)
+                    row += summed([read_tally(value, samples=batch.samples, name=named)], device)
         return sums
 
     def _sums_of_metrics(self, data: Any) -> tuple[dict[str, torch.Tensor], JobError | None]:
@@ -156,13 +156,13 @@ class Evaluator:
                     )
                     tally = read_tally(value, samples=batch.samples or 1, name=named[name])
                     if batch.samples:
-                        sums[name] += tally.on(self.device)
+                        sums[name] += summed([tally], self.device)
         if wholes and layout.has_output and mesh.is_first_of_same_loss:
             together = every.together()
             for name, function in wholes.items():
                 tally = read_tally(function(*together), samples=1, name=named[name])
                 if not self.part.index:
-                    sums[name] = tally.on(self.device)
+                    sums[name] = summed([tally], self.device)
         return sums, refused
 
     def _refuse_before_training(self) -> None:

@@ -34,13 +34,6 @@ class LossSum:
         value = self.value.detach().double()
         return value * self.count if self.is_mean else value
 
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return sum and count on a device, float64."""
-        figures = (self.total, self.count)
-        return torch.stack(
-            [torch.as_tensor(f, dtype=torch.float64, device=device) for f in figures]
-        )
-
 
 def without_total(value: Any, *, samples: int, whole: int) -> Any:
     """Return a total of some samples as what its mean would be if all samples were like them. Other

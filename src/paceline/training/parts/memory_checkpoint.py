@@ -66,10 +66,10 @@ class Copier:
     blocked_s: float = 0.0
     num_copies: int = 0
     has_failed: bool = False
-    _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED), repr=False)
-    _staging: Staging = field(default_factory=Staging, repr=False)
-    _thread: threading.Thread | None = field(default=None, repr=False)
-    _error: Exception | None = field(default=None, repr=False)
+    _latest_s: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _staging: Staging = field(default_factory=Staging)
+    _thread: threading.Thread | None = None
+    _error: Exception | None = None
 
     def begin(self, step: int, *, is_copied: bool) -> None:
         """The run goes on from this step. is_copied: from what is in memory of it, which is kept, as it stands: others
