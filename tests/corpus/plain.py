@@ -110,7 +110,7 @@ def run_by_hand(job: Job, step: Callable[..., Tensor]) -> Outcome:
             count=len(items),
             key=(job.seed, "own step", number),
             device=torch.device("cpu"),
-            precision=job.precision,
+            dtype=job.input_dtype,
         ):
             outcome.losses.append(float(step(models, optimizers, given, target)))
     outcome.state = {

@@ -495,7 +495,7 @@ def test_a_list_with_an_item_for_each_sample_is_cut_and_joined() -> None:
 
 def test_a_step_draws_in_the_precision_of_the_job_and_by_no_generator_of_its_own() -> None:
     with WindowDraws(
-        rows=3, first=0, count=3, key=(0,), device=torch.device("cpu"), precision="float64"
+        rows=3, first=0, count=3, key=(0,), device=torch.device("cpu"), dtype=torch.float64
     ) as draws:
         assert torch.randn(3).dtype is torch.zeros(2).dtype is torch.float64
         with draws.makes_on.paused():
@@ -509,7 +509,7 @@ def test_what_a_generator_draws_is_on_its_device() -> None:
     """As where no device is the default. In a step it is refused, wherever the tensor would be."""
     generator, elsewhere = torch.Generator(), torch.device("meta")
     expected = torch.randint(8, (3,), generator=generator.manual_seed(3))
-    with MakesOn(elsewhere, "float32"):
+    with MakesOn(elsewhere):
         assert torch.equal(torch.randint(8, (3,), generator=generator.manual_seed(3)), expected)
         assert torch.zeros(3).device == torch.randn(3).device == elsewhere
 

@@ -76,13 +76,12 @@ def _sums(
     only one is "". Collective where forwards are.
     """
     state, sums, is_known = run.stepper, dict[str, torch.Tensor](), False
-    dtype = torch.float64 if run.job.precision == "float64" else None
     for piece in feed:
         run.beat("evaluate")
         if not piece.samples and not state.layout.meets_in_forward and is_known:
             continue
         is_known = True  # which figures there are, on the rank that has the output
-        (batch,) = piece.to(state.device, dtype).input
+        (batch,) = piece.to(state.device, run.job.input_dtype).input
         if isinstance(function, Called):
             value = state.layout.forward(MicroBatch(function.input_of(batch), None, piece.samples))
         else:

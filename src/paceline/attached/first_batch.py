@@ -86,8 +86,7 @@ class FirstBatch:
             loader_workers=0,
             steps=range(self.run.step, self.run.step + 1),
         )
-        dtype = torch.float64 if job.precision == "float64" else None
-        return Prefetch(iter(windows), session.context.device, dtype).next()
+        return Prefetch(iter(windows), session.context.device, job.input_dtype).next()
 
     @property
     def _mesh(self) -> Mesh:
@@ -127,8 +126,7 @@ class FirstTurn:
 
     def __init__(self, fed: Fed, job: Job, device: torch.device) -> None:
         self.fed = fed
-        dtype = torch.float64 if job.precision == "float64" else None
-        self.pieces = [batch.to(device, dtype) for batch in fed.placed]
+        self.pieces = [batch.to(device, job.input_dtype) for batch in fed.placed]
         self.batch = batch_of(self.pieces)
         self.rows = sum(piece.samples for piece in self.pieces)
 

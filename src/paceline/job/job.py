@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from paceline.base.errors import JobError, nearest
 from paceline.job import compute as computations
@@ -19,6 +19,9 @@ from paceline.job.losses import OwnLoss
 from paceline.job.own_step import FollowerModel
 from paceline.job.phases import FIGURES, BatchSizes, Collates, Phases, StepWindows, windows_of
 from paceline.job.pretrained import Weights
+
+if TYPE_CHECKING:
+    import torch
 
 Precision = Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"]
 # Names of the torch dtypes that forwards compute in under autocast; the weights are float32.
@@ -192,6 +195,13 @@ class Job:
         return self.validation_step or (
             named_fields.default_validate(self) if self.models and self.loss is not None else None
         )
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point inputs are given; None leaves them unchanged."""
+        import torch
+
+        return torch.float64 if self.precision == "float64" else None
 
     @property
     def num_samples(self) -> int | None:

@@ -199,7 +199,7 @@ def later_batches(job: Job, *, steps: int, count: int, samples: int) -> Iterator
 
 
 def _on_device(job: Job, batch: MicroBatch) -> MicroBatch:
-    return batch.to(one_device(), torch.float64 if job.precision == "float64" else None)
+    return batch.to(one_device(), job.input_dtype)
 
 
 def _indexed(

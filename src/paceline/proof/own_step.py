@@ -21,7 +21,7 @@ from paceline.proof.device import autocast, cpu_copy
 from paceline.proof.replicas import BuffersOfReplicas
 from paceline.proof.step import PlainStep, are_finite
 from paceline.training.feed import MicroBatch
-from paceline.training.own_step.step_batch import StepBatch, joined
+from paceline.training.own_step.step_batch import StepBatch, input_of, joined
 from paceline.training.own_step.step_draws import MakesOn, WindowDraws
 
 
@@ -39,7 +39,7 @@ class PlainOwnStep(PlainStep):
             count=self.samples,
             key=(self.job.seed, "own step", self.step),
             device=self.device,
-            precision=self.job.precision,
+            dtype=self.job.input_dtype,
         )
         self.num_verbs, self.in_loss = 0, False
         self._buffers = BuffersOfReplicas(self.model, self.shares)
@@ -62,18 +62,15 @@ class PlainOwnStep(PlainStep):
         return self.draws.alike()
 
     def gather(self, value: Any) -> Any:
-        return map_tensors(
-            lambda t: t.detach().clone(), value.input if isinstance(value, StepBatch) else value
-        )
+        return map_tensors(lambda t: t.detach().clone(), input_of(value))
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         module = self.model.get_submodule(model)
         if not cut and not self.in_loss:
             return self._run_alike(module, inputs)
         if self.in_loss:
-            model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
             with torch.set_grad_enabled(grad is not False), self.draws.makes_on.paused():
-                return MicroBatch(model_inputs, None, 1).call(module)
+                return MicroBatch(input_of(inputs), None, 1).call(module)
         outputs = []
         with self.draws.paused(), torch.no_grad():
             self.num_verbs += 1
@@ -160,7 +157,7 @@ class PlainOwnStep(PlainStep):
                     yield piece.samples, value
         if gather:
             with autocast(self.job):
-                everyone = [each.input if isinstance(each, StepBatch) else each for each in more]
+                everyone = [*map(input_of, more)]
                 yield (
                     self.samples,
                     self._loss_of(loss, joined(outputs, self.batch.rows), self.batch, everyone),
@@ -211,10 +208,9 @@ class PlainOwnStep(PlainStep):
 class PlainEvaluation:
     """The context of `validation_step` on one device, in which models run and nothing is trained."""
 
-    def __init__(self, models: nn.Module, precision: str) -> None:
-        self.models, self.makes_on = models, MakesOn(next(models.parameters()).device, precision)
+    def __init__(self, models: nn.Module, dtype: torch.dtype | None) -> None:
+        self.models, self.makes_on = models, MakesOn(next(models.parameters()).device, dtype)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
-        model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
         with self.makes_on.paused():
-            return MicroBatch(model_inputs, None, 1).call(self.models.get_submodule(model))
+            return MicroBatch(input_of(inputs), None, 1).call(self.models.get_submodule(model))

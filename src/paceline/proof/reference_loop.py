@@ -337,7 +337,7 @@ class PlainRun:
         self, batch: MicroBatch, wholes: Mapping[str, Any], kept: list[Any]
     ) -> Mapping[str, Any]:
         if self.job.own_validate is not None:
-            context = PlainEvaluation(self.model, self.job.precision)
+            context = PlainEvaluation(self.model, self.job.input_dtype)
             with context.makes_on:
                 values = self.job.own_validate(context, StepBatch([batch]))
             return values if isinstance(values, Mapping) else {"loss": values}

@@ -31,7 +31,7 @@ from paceline.training.loss import read_tally, without_total
 from paceline.training.metrics import AllSamples, copied, no_mean
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.stage_outputs import from_last_stage
-from paceline.training.own_step.step_batch import StepBatch
+from paceline.training.own_step.step_batch import StepBatch, input_of
 from paceline.training.own_step.step_draws import MakesOn
 
 _FEW = 4  # the fewest samples on which a metric is checked before the first step
@@ -105,14 +105,14 @@ class Evaluator:
             data, batch=job.batch, part=self.part, seed=job.seed, collate=job.evaluation_collate
         ):
             self.beat("evaluate")
-            yield batch.to(self.device, torch.float64 if job.precision == "float64" else None)
+            yield batch.to(self.device, job.input_dtype)
 
     def _sums_of_validate(self, data: Any) -> dict[str, torch.Tensor]:
-        mesh, device, precision = self.mesh, self.device, self.job.precision
+        mesh, device = self.mesh, self.device
         sums: dict[str, torch.Tensor] = {}
         counts_here = mesh.is_first_of_same_loss and not mesh.coordinates[mesh.stage_axis]
         for batch in self._batches(data):
-            context = _Validation(self.parts, mesh, device, batch.samples, precision)
+            context = _Validation(self, batch.samples)
             with autocast(self.job, device):
                 values = _validated(self.job, context, batch)
             for name, given in values.items():
@@ -216,30 +216,22 @@ def _validated(job: Job, context: _Validation, batch: MicroBatch) -> Mapping[str
 class _Validation:
     """The context of `validation_step` on a rank: models run, and nothing is trained; see `StepContext`."""
 
-    def __init__(
-        self,
-        parts: Mapping[str, ModelPart],
-        mesh: Mesh,
-        device: torch.device,
-        samples: int,
-        precision: str,
-    ) -> None:
-        self.parts, self.mesh, self.device, self.samples = parts, mesh, device, samples
-        self.makes_on = MakesOn(device, precision)
+    def __init__(self, evaluator: Evaluator, samples: int) -> None:
+        self.evaluator, self.samples = evaluator, samples
+        self.makes_on = MakesOn(evaluator.device, evaluator.job.input_dtype)
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         """Return a model's output. Inputs are never cut, whatever `cut` says. Collective if the
         plan's forwards are.
         """
-        if model not in self.parts:
-            raise TrainingError(f"no model '{model}': {nearest(model, self.parts)}")
-        model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
+        evaluator = self.evaluator
+        if model not in evaluator.parts:
+            raise TrainingError(f"no model '{model}': {nearest(model, evaluator.parts)}")
         with self.makes_on.paused():
-            layout = self.parts[model].layout
-            output = layout.forward(MicroBatch(model_inputs, None, self.samples))
-            if self.mesh.sizes[self.mesh.stage_axis] == 1:
-                return output
-            return from_last_stage([output], layout.output_place, self.mesh, self.device)[0]
+            layout = evaluator.parts[model].layout
+            outputs = [layout.forward(MicroBatch(input_of(inputs), None, self.samples))]
+            place, mesh = layout.output_place, evaluator.mesh
+            return from_last_stage(outputs, place, mesh, evaluator.device)[0]
 
 
 def _length(data: Any) -> int:

@@ -11,8 +11,6 @@ import time
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-
 from paceline.base.errors import CallbackError, Preempted
 from paceline.job import Job
 from paceline.job.order import Order
@@ -141,9 +139,7 @@ class Loop:
             loader_workers=run.settings.loader_workers,
             steps=range(run.step, total),
         )
-        return Prefetch(
-            iter(windows), run.context.device, torch.float64 if job.precision == "float64" else None
-        )
+        return Prefetch(iter(windows), run.context.device, job.input_dtype)
 
     def read_anew(self) -> None:
         """Let new loader workers read the next steps. They see what the data set holds then."""

@@ -119,7 +119,7 @@ def prepare_job(
         models: Which of a job's models this is.
     """
     active = ActivePlan(plan)
-    dtype = torch.float64 if job.precision == "float64" else None
+    dtype = job.input_dtype
 
     def build() -> tuple[MappedTensors | None, torch.nn.Module]:
         if not active.holds_parts:
@@ -218,7 +218,7 @@ def _evaluation_batch(job: Job, plan: Plan, mesh: Mesh, device: torch.device) ->
                 job.validation, batch=job.batch, part=part, seed=job.seed, collate=job.collate
             )
         )
-    return batch.to(device, torch.float64 if job.precision == "float64" else None)
+    return batch.to(device, job.input_dtype)
 
 
 def _unseen_state(
@@ -228,9 +228,7 @@ def _unseen_state(
     None.
     """
     run_device = torch.device("cpu") if mapped is not None else device
-    batch = example_batch(job, 2).to(
-        run_device, torch.float64 if job.precision == "float64" else None
-    )
+    batch = example_batch(job, 2).to(run_device, job.input_dtype)
     running = mapped.running if mapped else nullcontext
     with (
         suppress(Exception),
@@ -260,7 +258,7 @@ def observe(
     compares = "choices" in active.observes and may_choose(model, find_units(model))
     is_run = compares or may_write(model)
     if is_run:
-        dtype = torch.float64 if job.precision == "float64" else None
+        dtype = job.input_dtype
         batches = [
             example_batch(job, 2, first=2 * k).to(device, dtype)
             for k in range(4 if compares else 2)

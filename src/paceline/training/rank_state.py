@@ -262,8 +262,6 @@ class RankState:
 
     def shared_outputs(self, part: ModelPart, outputs: Sequence[Any]) -> Sequence[Any]:
         """Return a model's outputs, on every rank that has the step's samples."""
-        if self.mesh.sizes[self.mesh.stage_axis] == 1:
-            return outputs
         return from_last_stage(outputs, part.layout.output_place, self.mesh, self.device)
 
     @property

@@ -61,9 +61,7 @@ def refuse_single_samples(
         )
         if not any(isinstance(module, BatchOrInstanceNorm) for module in model.modules()):
             return
-        batch = example_batch(job, 1).to(
-            run_device, torch.float64 if job.precision == "float64" else None
-        )
+        batch = example_batch(job, 1).to(run_device, job.input_dtype)
         try:
             with (
                 torch.no_grad(),

@@ -58,8 +58,7 @@ class WindowWork:
             state.synchronisers,
         )
         self.place: tuple[int, ...] = ()
-        dtype = torch.float64 if state.job.precision == "float64" else None
-        self.batches = [batch.to(state.device, dtype) for batch in batches]
+        self.batches = [batch.to(state.device, state.job.input_dtype) for batch in batches]
         self.tallies: list[LossSum] = []
         self.logged = LoggedFigures(state)
         self.set_aside: dict[torch.nn.Parameter, torch.Tensor | None] = {}

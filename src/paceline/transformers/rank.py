@@ -233,7 +233,7 @@ class TrainerRank:
         if order["generation"] is not None:
             self.trainer._gen_kwargs = heard_generation(order["generation"])
         asked = part, order["prediction_loss_only"], order["ignore_keys"]
-        dtype = torch.float64 if stepper.job.precision == "float64" else None
+        dtype = stepper.job.input_dtype
         batch = MicroBatch((asked,), None, len(cut)).to(stepper.device, dtype)
         self._rest(stepper)
         was_training = stepper.model.training

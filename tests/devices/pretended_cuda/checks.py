@@ -158,10 +158,10 @@ def generated() -> dict[str, Any]:
     observed = {}
     for name, draw in draws.items():
         expected = draw(torch.Generator().manual_seed(3))
-        with MakesOn(torch.device("cuda", 1), "float32"):
+        with MakesOn(torch.device("cuda", 1)):
             drawn = draw(torch.Generator().manual_seed(3))
         observed[name] = [str(drawn.device), torch.equal(drawn.cpu(), expected)]
-    with MakesOn(torch.device("cuda", 1), "float32"):
+    with MakesOn(torch.device("cuda", 1)):
         observed["own"] = [str(torch.rand(3, generator=torch.Generator("cuda:1")).device), True]
         observed["NumPy"] = [
             str(torch.tensor(np.random.default_rng(0).normal(size=3)).device),

@@ -30,7 +30,7 @@ from paceline.job.own_step import BackwardResult
 from paceline.strategies.plan import Plan
 from paceline.training.feed import MicroBatch, example_batch
 from paceline.training.loss import read_tally, refuse_name, without_total
-from paceline.training.own_step.step_batch import StepBatch
+from paceline.training.own_step.step_batch import StepBatch, input_of
 from paceline.training.own_step.step_draws import MakesOn
 
 # The steps to try, together with the last one, if the job's step depends on its number.
@@ -97,13 +97,11 @@ def recorded(job: Job, samples: int) -> Recorded:
 
 def _tried(job: Job, samples: int) -> Recorded:
     assert job.own_step is not None
-    dtype = torch.float64 if job.precision == "float64" else None
+    dtype = job.input_dtype
     with kept_streams():
         models = NamedModels.of(job.models, job.followers, job.seed)
         batch = example_batch(job, samples).to(torch.device("cpu"), dtype)
-        recorder = _Recorder(
-            models.to(dtype) if dtype else models, StepBatch([batch]), job.precision
-        )
+        recorder = _Recorder(models.to(dtype) if dtype else models, StepBatch([batch]), dtype)
         last = job.total_steps - 1 if job.total_steps else _TRIED_STEPS[-1]
         first = sorted({*_TRIED_STEPS, last})
         for place, step in enumerate([*first, *_LATER_STEPS]):
@@ -179,14 +177,14 @@ def refuse_to_split(job: Job, plan: Plan, seen: Recorded) -> None:
 class _Recorder:
     """A step's context in which models run and nothing is trained; see `StepContext`."""
 
-    def __init__(self, models: NamedModels, batch: StepBatch, precision: str) -> None:
+    def __init__(self, models: NamedModels, batch: StepBatch, dtype: torch.dtype | None) -> None:
         self.models, self.batch, self.inputs, self.uncut = (
             models,
             batch,
             dict[str, Any](),
             set[str](),
         )
-        self.makes_on = MakesOn(torch.device("cpu"), precision)
+        self.makes_on = MakesOn(torch.device("cpu"), dtype)
         self.in_losses, self.is_in_loss, self.is_over_all = set[str](), False, False
         # number: of the step. asks_for_step: whether the job's step looked at it.
         self.number, self.asks_for_step = 0, False
@@ -206,7 +204,7 @@ class _Recorder:
 
     def gather(self, value: Any) -> Any:
         """Return the value, because all samples are here."""
-        return _without_graph(value.input if isinstance(value, StepBatch) else value)
+        return _without_graph(input_of(value))
 
     def run(self, model: str, inputs: Any, *, grad: bool | None = None, cut: bool = True) -> Any:
         if model not in self.models.names:
@@ -221,7 +219,7 @@ class _Recorder:
             )
         if self.is_in_loss:
             self.in_losses.add(model)
-        whole = inputs.input if isinstance(inputs, StepBatch) else inputs
+        whole = input_of(inputs)
         if model not in self.inputs or (cut and model in self.uncut):
             self.inputs[model] = _without_graph(whole)
             self.uncut = self.uncut - {model} if cut else self.uncut | {model}
@@ -252,7 +250,7 @@ class _Recorder:
         value = loss(
             output,
             self.batch,
-            *(each.input if isinstance(each, StepBatch) else each for each in more),
+            *map(input_of, more),
         )
         self.is_in_loss = self.is_over_all = False
         samples = len(self.batch)

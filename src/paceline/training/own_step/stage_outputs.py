@@ -20,9 +20,9 @@ from paceline.strategies.mesh import Mesh
 
 def from_last_stage(
     outputs: Sequence[Any], place: int, mesh: Mesh, device: torch.device
-) -> list[Any]:
-    """Return the outputs of the rank that runs the last stage. The other ranks' arguments are
-    ignored. Collective along the axis of stages.
+) -> Sequence[Any]:
+    """Return the outputs of the rank that runs the last stage; the same ones if there is one stage.
+    The other ranks' arguments are ignored. Collective along the axis of stages.
 
     place: of that rank along this axis.
 
@@ -31,6 +31,8 @@ def from_last_stage(
             dataclasses.
     """
     axis = mesh.stage_axis
+    if mesh.sizes[axis] == 1:
+        return outputs
     group, source = mesh.group(axis), mesh.ranks_along(axis)[place]
     is_source = mesh.rank == source
     head, tensors = head_of(list(outputs), _opened) if is_source else (b"", list[torch.Tensor]())

@@ -46,8 +46,8 @@ class OwnStep(TrainingStep):
     def __init__(self, *given: Any, **named: Any) -> None:
         """Begin a step; see `TrainingStep`."""
         super().__init__(*given, **named)
-        dtype = torch.float64 if self.state.job.precision == "float64" else None
-        self.pieces = [batch.to(self.state.device, dtype) for batch in self.batches]
+        state = self.state
+        self.pieces = [batch.to(state.device, state.job.input_dtype) for batch in self.batches]
         self.pending: Backward | None = None
         self.reached = set[str]()
         self.observe: Callable[[], None] | None = None

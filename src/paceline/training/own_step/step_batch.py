@@ -84,6 +84,11 @@ class StepBatch:
         ]
 
 
+def input_of(value: Any) -> Any:
+    """Return the input of a batch, and any other value as it is."""
+    return value.input if isinstance(value, StepBatch) else value
+
+
 class GatheredBatch(StepBatch):
     """The batch of all samples of a step, on whichever ranks they are.
 

@@ -55,18 +55,14 @@ class _DefaultDevice(DeviceContext):
 
 
 class MakesOn:
-    """While this is entered, torch.zeros(3) and the like are on the device, and float64 in a job of
-    that precision.
+    """While this is entered, torch.zeros(3) and the like are on the device, and of the job's `input_dtype`.
 
     Tensors drawn from a generator are on the generator's device.
     """
 
-    def __init__(self, device: torch.device, precision: str) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self._context = None if device.type == "cpu" else _DefaultDevice(device)
-        self._dtype, self._outside = (
-            torch.float64 if precision == "float64" else None,
-            torch.get_default_dtype(),
-        )
+        self._dtype, self._outside = dtype, torch.get_default_dtype()
 
     def __enter__(self) -> None:
         if self._context is not None:
@@ -103,7 +99,7 @@ class WindowDraws(OperatorMode):
         first: Place of the first row in the window.
         count: Number of samples of the window.
         key: The key of the step.
-        precision: The precision of the job.
+        dtype: The job's `input_dtype`.
         is_step: Whether a step draws, and not a collate function.
 
     Raises:
@@ -118,14 +114,14 @@ class WindowDraws(OperatorMode):
         count: int,
         key: Sequence[int | str],
         device: torch.device,
-        precision: str = "float32",
+        dtype: torch.dtype | None = None,
         is_step: bool = True,
     ) -> None:
         super().__init__()
         self.is_step = is_step
         self.rows, self.first, self.count, self.key, self.number = rows, first, count, tuple(key), 0
         self.is_alike = False
-        self.makes_on = MakesOn(device, precision)
+        self.makes_on = MakesOn(device, dtype)
         if is_step:
             seed_streams(*self.key)  # also seeds Python's and NumPy's streams
 

@@ -24,7 +24,7 @@ from paceline.training.loss import read_tally, with_gradient, without_total
 from paceline.training.own_step.gathered import gathered
 from paceline.training.own_step.named_parts import ModelPart
 from paceline.training.own_step.step import BackwardWork, OwnStep
-from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, joined
+from paceline.training.own_step.step_batch import GatheredBatch, StepBatch, input_of, joined
 from paceline.training.own_step.step_draws import WindowDraws
 from paceline.training.step import Backward
 
@@ -46,7 +46,7 @@ class Verbs:
             count=window.count,
             key=(state.job.seed, "own step", self.step),
             device=state.device,
-            precision=state.job.precision,
+            dtype=state.job.input_dtype,
         )
         self.number = 0  # number of verbs so far; it keys their random streams
         self.loss_samples: int | None = None  # of the micro-batch whose loss is computed now
@@ -123,9 +123,7 @@ class Verbs:
             )
         self.taken.note("ctx.gather")
         with self.draws.paused(), torch.no_grad():
-            return map_tensors(
-                self._gathered, value.input if isinstance(value, StepBatch) else value
-            )
+            return map_tensors(self._gathered, input_of(value))
 
     def _gathered(self, rows: torch.Tensor) -> torch.Tensor:
         if not rows.ndim or len(rows) != len(self.batch):
@@ -207,8 +205,7 @@ class Verbs:
         return joined(self.state.shared_outputs(part, outputs), rows)
 
     def _run_in_loss(self, part: ModelPart, inputs: Any, *, grad: bool) -> Any:
-        model_inputs = inputs.input if isinstance(inputs, StepBatch) else inputs
-        batch = MicroBatch(model_inputs, None, 1)
+        batch = MicroBatch(input_of(inputs), None, 1)
         if isinstance(part.layout, Whole):
             with nullcontext() if grad else torch.no_grad():
                 return batch.call(part.layout.module)
@@ -316,10 +313,7 @@ class Verbs:
             batch = GatheredBatch(
                 self.batch, lambda value: map_tensors(self._gathered, value), samples
             )
-            others = [
-                map_tensors(self._gathered, each.input if isinstance(each, StepBatch) else each)
-                for each in more
-            ]
+            others = [map_tensors(self._gathered, input_of(each)) for each in more]
             seed_streams(self.state.job.seed, "step", self.step, "alike", self.number)
             self.is_over_all = True
             with autocast(self.state.job, self.state.device), self.draws.makes_on:

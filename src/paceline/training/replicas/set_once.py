@@ -38,7 +38,7 @@ def set_once(state: RankState) -> None:
         [(_, [batch])] = training_feed(
             job, order=order, part=DataShard((1,), 0, 1), steps=range(1), loader_workers=0
         )
-        batch = batch.to(state.device, torch.float64 if job.precision == "float64" else None)
+        batch = batch.to(state.device, job.input_dtype)
 
         def state_after_forward() -> tuple[dict[str, torch.Tensor], MappingSnapshots]:
             seed_streams(job.seed, "step", 0, 0, 0)
