@@ -20,9 +20,8 @@ from paceline.base.errors import PlanRefused, TrainingError
 from paceline.base.streams import seed_streams
 from paceline.checkpoint.read import Checkpoint
 from paceline.job import Job
-from paceline.job.order import Order
 from paceline.strategies.mesh import Mesh
-from paceline.training.feed import DataShard, is_stream, training_feed
+from paceline.training.feed import DataShard, training_feed
 from paceline.training.job_state import JobState
 from paceline.training.parts.copied_state import open_newest
 from paceline.training.prefetch import Fed, Prefetch
@@ -81,9 +80,7 @@ class FirstBatch:
         session.context.beat("input")
         windows = training_feed(
             job,
-            order=None if is_stream(job.data) else Order.of(job),
             part=self._part,
-            loader_workers=0,
             steps=range(self.run.step, self.run.step + 1),
         )
         return Prefetch(iter(windows), session.context.device, job.input_dtype).next()

@@ -116,26 +116,32 @@ class DataShard:
 
 
 def training_feed(
-    job: Job, *, order: Order | None, part: DataShard, steps: range, loader_workers: int
+    job: Job,
+    *,
+    part: DataShard,
+    steps: range,
+    loader_workers: int = 0,
+    order: Order | None = None,
 ) -> Iterator[tuple[Window, list[MicroBatch]]]:
     """Return the windows of these optimizer steps with this rank's micro-batches, on the CPU.
 
-    order: None for a stream of unknown length. Every rank then reads the whole stream and keeps its
-    part of each window, so that ranks can't disagree on where it ends. A resumed run reads up to
-    its place again.
+    Of a stream of unknown length, every rank reads the whole and keeps its part of each window, so
+    that ranks can't disagree on where it ends. A resumed run reads up to its place again.
+
+    order: the job's, from a caller that knows it.
     """
-    if order is None:
+    if is_stream(job.data):
         if loader_workers:
             raise JobError(
                 "an iterable data set is read by each rank itself; loader workers would read it again",
                 hint="--loader-workers 0, or a data set with __len__ and __getitem__",
             )
         return _stream_feed(job, part=part, steps=steps)
-    return _indexed_feed(job, order=order, part=part, steps=steps, loader_workers=loader_workers)
+    return _indexed_feed(job, order or Order.of(job), part, steps, loader_workers)
 
 
 def _indexed_feed(
-    job: Job, *, order: Order, part: DataShard, steps: Sequence[int], loader_workers: int
+    job: Job, order: Order, part: DataShard, steps: range, loader_workers: int
 ) -> Iterator[tuple[Window, list[MicroBatch]]]:
     cuts = _Cuts(job, order, part, steps)
     microbatches: Iterator[MicroBatch] = (cuts[index] for index in range(len(cuts)))
@@ -151,7 +157,7 @@ class _Cuts(torch.utils.data.Dataset[MicroBatch]):
     make whole micro-batches.
     """
 
-    def __init__(self, job: Job, order: Order, part: DataShard, steps: Sequence[int]) -> None:
+    def __init__(self, job: Job, order: Order, part: DataShard, steps: range) -> None:
         # Keep only parts of the job, because this object is sent to loader workers that are
         # spawned.
         self.data, self.collate, self.order, self.part, self.steps = (

@@ -13,14 +13,13 @@ from typing import Any
 
 from paceline.base.errors import CallbackError, Preempted
 from paceline.job import Job
-from paceline.job.order import Order
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.malloc import HeapTrimmer
 from paceline.strategies.compose import reported
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training.cores import CoreWait
-from paceline.training.feed import DataShard, is_stream, training_feed
+from paceline.training.feed import DataShard, training_feed
 from paceline.training.parts import drift
 from paceline.training.parts.callbacks import Callbacks
 from paceline.training.parts.copies import Copies
@@ -134,7 +133,6 @@ class Loop:
         total = job.total_steps if job.total_steps is not None else sys.maxsize
         windows = training_feed(
             job,
-            order=None if is_stream(job.data) else Order.of(job),
             part=DataShard.of(run.plan, run.mesh, run.settings.shares),
             loader_workers=run.settings.loader_workers,
             steps=range(run.step, total),

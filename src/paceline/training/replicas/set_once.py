@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.base.streams import kept_streams, seed_streams
-from paceline.job.order import Order
 from paceline.model.attributes import is_same, plain_attributes
 from paceline.model.casts import autocast
 from paceline.model.forward_state import ForwardState, MappingSnapshots
 from paceline.model.randomness import forget_draws
 from paceline.strategies.batch_norm.run import apart
 from paceline.strategies.compose import end_evaluation
-from paceline.training.feed import DataShard, is_stream, training_feed
+from paceline.training.feed import DataShard, training_feed
 
 if TYPE_CHECKING:
     from paceline.training.rank_state import RankState
@@ -33,11 +32,8 @@ def set_once(state: RankState) -> None:
     Collective if the plan's forwards are.
     """
     job, model = state.job, state.layout.module
-    order = None if is_stream(job.data) else Order.of(job)
     with kept_streams(), torch.no_grad():
-        [(_, [batch])] = training_feed(
-            job, order=order, part=DataShard((1,), 0, 1), steps=range(1), loader_workers=0
-        )
+        [(_, [batch])] = training_feed(job, part=DataShard((1,), 0, 1), steps=range(1))
         batch = batch.to(state.device, job.input_dtype)
 
         def state_after_forward() -> tuple[dict[str, torch.Tensor], MappingSnapshots]:
