@@ -392,7 +392,7 @@ def test_a_save_that_has_begun_is_waited_for_when_a_callback_fails(tmp_path: Pat
     looped, saves = object.__new__(loop.Loop), object.__new__(Saves)
     run: Any = SimpleNamespace(
         run_dir=tmp_path,
-        settings=SimpleNamespace(save_on_stop=True),
+        settings=SimpleNamespace(save_on_stop=True, controller=None),
         step=5,
         context=SimpleNamespace(rank=0, beat=lambda phase: None),
     )

@@ -185,24 +185,13 @@ def _inside(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
             for key, item in vars(value).items()
             if key not in OF_TORCH
         )
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping | list | tuple | deque):
+        items: Any = value.items() if isinstance(value, Mapping) else enumerate(value)
+        can_put = isinstance(value, MutableMapping | list | deque)
         yield from (
-            (
-                str(key),
-                item,
-                partial(value.__setitem__, key) if isinstance(value, MutableMapping) else _nowhere,
-            )
-            for key, item in value.items()
+            (str(key), item, partial(value.__setitem__, key) if can_put else _nowhere)
+            for key, item in items
             if isinstance(key, str | int)
-        )
-    elif isinstance(value, list | tuple | deque):
-        yield from (
-            (
-                str(key),
-                item,
-                partial(value.__setitem__, key) if not isinstance(value, tuple) else _nowhere,
-            )
-            for key, item in enumerate(value)
         )
     elif _is_looked_into(type(value).__module__):
         names = [

@@ -45,9 +45,7 @@ def train_rank(context: RankContext, job: Job, plan: Plan, settings: Settings) -
         Preempted: the run was asked to stop; it saved a checkpoint.
         TrainingError, JobError, CheckpointError: see the message.
     """
-    started_s = time.monotonic()
     loop = Loop(context, job, plan, settings)
-    loop.run.log.started_s = started_s
     try:
         return loop.train()
     finally:

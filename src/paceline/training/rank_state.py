@@ -333,7 +333,7 @@ class RankState:
         """Let the optimizer have the tensors inside the block that it updates in place of this rank's. Collective if
         it sees tensors whole of which ranks hold parts.
         """
-        forms = [self.own_parts, *([] if self.gathered is None else [self.gathered])]
+        forms: list[Any] = [self.own_parts, *([] if self.gathered is None else [self.gathered])]
         for form in forms:
             form.before_update()
         yield
