@@ -187,9 +187,9 @@ def _inside(value: Any) -> Iterator[tuple[str, Any, Callable[[Any], None]]]:
         )
     elif isinstance(value, Mapping | list | tuple | deque):
         items: Any = value.items() if isinstance(value, Mapping) else enumerate(value)
-        can_put = isinstance(value, MutableMapping | list | deque)
+        put: Any = getattr(value, "__setitem__", None)  # tuples have none
         yield from (
-            (str(key), item, partial(value.__setitem__, key) if can_put else _nowhere)
+            (str(key), item, partial(put, key) if put is not None else _nowhere)
             for key, item in items
             if isinstance(key, str | int)
         )
