@@ -12,8 +12,8 @@ from typing import Any
 from paceline.api.train import train
 from paceline.base.codec import receive, send
 from paceline.job.callback import Callback, EpochReport, RunHandle
-from paceline.keras.apart import Apart
 from paceline.keras.copies import unpacked
+from paceline.launch.process.apart import Apart
 
 Hear = Callable[[EpochReport, Any], str | None]
 

@@ -20,8 +20,8 @@ import torch
 
 from paceline.base.codec import send
 from paceline.keras import group
-from paceline.keras.apart import Apart
 from paceline.keras.copies import packed, unpacked
+from paceline.launch.process.apart import Apart
 from paceline.launch.process.failure import Failure, cause_of, ended_alone
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line

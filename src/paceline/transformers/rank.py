@@ -4,7 +4,7 @@ orders.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.base.codec import decode, encode
+from paceline.base.codec import receive, send
 from paceline.base.errors import PeerLost
 from paceline.base.nested import map_tensors
 from paceline.base.waiting import waiting
@@ -52,9 +52,6 @@ class TrainerRank:
     """Observes a run and obeys the controlling process between steps. All ranks get the same
     orders.
 
-    Args:
-        prepare: Changes logits and labels before they are sent.
-
     Orders are mappings with the item "do":
 
         "go": take steps up to "until", or to the end of an epoch of a stream, then wait.
@@ -78,13 +75,12 @@ class TrainerRank:
         connection: Connection,
         run_dir: Path,
         shares: tuple[int, ...],
-        prepare: Callable[[Any, Any], Any] | None,
     ) -> None:
         self.trainer, self.context, self.connection = trainer, context, connection
         self.run_dir, self.shares = run_dir, shares
         self.until, self.is_over = 0, False
         self._writer: Writer | None = None
-        self._prepare = prepare
+        self._prepare = trainer.preprocess_logits_for_metrics
         self._operations = 0.0
         trainer.state.num_input_tokens_seen = 0  # only of this rank
 
@@ -135,7 +131,8 @@ class TrainerRank:
         return self.is_over
 
     def _say(self, value: Any) -> None:
-        self.connection.send_bytes(encode(value))
+        # The controlling process has no GPU.
+        send(self.connection, map_tensors(torch.Tensor.cpu, value))
 
     def _obey(self, stepper: Any, step: int) -> None:
         while True:
@@ -187,7 +184,7 @@ class TrainerRank:
             while not self.connection.poll(_BEAT_S):
                 self.context.beat("callback")
         try:
-            order: dict[str, Any] = decode(self.connection.recv_bytes())
+            order: dict[str, Any] = receive(self.connection)
         except EOFError:
             raise PeerLost("the process that controls the run is gone") from None
         return order

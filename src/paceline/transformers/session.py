@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from contextlib import closing, suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.base.codec import decode, encode
+from paceline.base.codec import send
 from paceline.base.fork import forks_can_use_cuda
 from paceline.launch.hosts.environment import current
 from paceline.launch.local.launcher import Launcher
-from paceline.launch.process.subprocess_call import in_a_fresh_process
+from paceline.launch.process.apart import Apart
 from paceline.training.prepare import prepare_job
 from paceline.transformers.generation import told_generation
 from paceline.transformers.rank import Evaluated, TrainerRank
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from paceline.launch.process.context import RankContext
     from paceline.planner.resolve import Resolved
 
-_LOOK_S = 0.2
 _LEAVE_S = 60.0
 _TIMEOUT_S = 300.0
 Follow = Callable[["RankContext", Path], TrainerRank]
@@ -59,23 +56,20 @@ def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
     Launcher(current(), resolved.cluster.devices, timeout_s=_TIMEOUT_S).run(body, run_dir=None)
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """Starts ranks for a trainer, each of which obeys the other end of a connection."""
+def _work(
+    trainer: Any,
+    run: Callable[[Follow], Any],
+    shares: tuple[int, ...],
+    connections: Sequence[Connection],
+) -> Callable[[], Any]:
+    """Return what starts ranks for a trainer and returns when they have ended. Each obeys the other end of a
+    connection.
+    """
 
-    trainer: Any
-    # starts the ranks and returns when they have ended
-    run: Callable[[Follow], Any]
-    shares: tuple[int, ...]
-    prepare: Callable[[Any, Any], Any] | None  # see `TrainerRank`
+    def follow(context: RankContext, run_dir: Path) -> TrainerRank:
+        return TrainerRank(trainer, context, connections[context.rank], run_dir, shares)
 
-    def __call__(self, connections: Sequence[Connection]) -> None:
-        def follow(context: RankContext, run_dir: Path) -> TrainerRank:
-            return TrainerRank(
-                self.trainer, context, connections[context.rank], run_dir, self.shares, self.prepare
-            )
-
-        self.run(follow)
+    return partial(run, follow)
 
 
 class Session:
@@ -99,24 +93,13 @@ class Session:
         world_size: int,
         step: int,
     ) -> None:
-        self._pipes = [multiprocessing.Pipe() for _ in range(world_size)]
-        self._error: BaseException | None = None
         self._trainer, self._generation = trainer, _generation(trainer)
         self.step, self.is_waiting, self._until = step, True, step
-        ranks = _Ranks(trainer, run, shares, trainer.preprocess_logits_for_metrics)
-        child_ends = [connection for _, connection in self._pipes]
-        is_sent = not forks_can_use_cuda()
-
-        def supervise() -> None:
-            try:
-                in_a_fresh_process(ranks, child_ends) if is_sent else ranks(child_ends)
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=supervise, name="ranks", daemon=True)
-        self._thread.start()
+        self._apart = Apart(
+            partial(_work, trainer, run, shares), world_size, is_sent=not forks_can_use_cuda()
+        )
         # This waits until ranks have their copies: later changes here do not affect them.
-        self.options: dict[str, Any] | None = self._hear(range(world_size))[0]["options"]
+        self.options: dict[str, Any] | None = self._hear_all()[0]["options"]
 
     def go(self, until: int) -> None:
         """Let the ranks take steps up to this one, after which they wait."""
@@ -130,7 +113,7 @@ class Session:
         the script's `compute_loss` logged, the options of optimizer and schedule after the step, and
         its `EpochPlace` in a stream.
         """
-        report: dict[str, Any] = self._hear([0])[0]
+        report: dict[str, Any] = self._hear(0)
         place = report["place"]
         self.step = report["step"]
         self.is_waiting = self.step >= self._until or (place is not None and place.is_last)
@@ -143,14 +126,14 @@ class Session:
         before, self._generation = self._generation, _generation(self._trainer)
         generation = None if self._generation is before else told_generation(self._generation)
         self._tell({"do": "evaluate", "inputs": inputs, "generation": generation, **options})
-        return [answer for answer in self._hear(range(len(self._pipes))) if answer]
+        return [answer for answer in self._hear_all() if answer]
 
     def counts(self) -> dict[str, float]:
         """Return floating-point operations and input tokens since the ranks were started, as
         Trainer counts them.
         """
         self._tell({"do": "count"})
-        answers = self._hear(range(len(self._pipes)))
+        answers = self._hear_all()
         return {
             name: sum(answer.get(name, 0) for answer in answers)
             for name in ("operations", "tokens")
@@ -163,7 +146,7 @@ class Session:
     def save(self) -> None:
         """Let the ranks write a checkpoint and the model."""
         self._tell({"do": "save"})
-        self._hear(range(len(self._pipes)))
+        self._hear_all()
 
     def end(self) -> None:
         """End the run here, and wait until it has ended.
@@ -173,43 +156,35 @@ class Session:
         """
         if self.is_waiting:
             self._tell({"do": "end"})
-        self._thread.join()
-        self._close()
-        if self._error is not None:
-            raise self._error
+        with closing(self._apart):
+            self._apart.answer()
 
     def abandon(self) -> None:
         """End ranks after an error in this process, and ignore their own errors."""
         self.is_waiting = True
         self._tell({"do": "abandon"})
-        self._thread.join(timeout=_LEAVE_S)
-        self._close()
-
-    def _close(self) -> None:
-        for parent_end, child_end in self._pipes:
-            parent_end.close()
-            child_end.close()
+        with suppress(Exception):
+            self._apart.answer(_LEAVE_S)
+        self._apart.close(0.0)
 
     def _tell(self, order: dict[str, Any]) -> None:
         if not self.is_waiting:
             raise RuntimeError("ranks are told something only where they wait")
-        data = encode(order)
-        for parent_end, _ in self._pipes:
+        for connection in self._apart.connections:
             with suppress(OSError):  # `_hear` reports a rank that is gone
-                parent_end.send_bytes(data)
+                send(connection, order)
 
-    def _hear(self, ranks: Sequence[int]) -> list[Any]:
+    def _hear(self, rank: int) -> Any:
+        """Return one message of a rank."""
+        try:
+            return self._apart.receive(self._apart.connections[rank])
+        except (EOFError, OSError):
+            self._apart.answer()
+            raise RuntimeError("the ranks ended before their time") from None
+
+    def _hear_all(self) -> list[Any]:
         """Return one message of each rank, in their order."""
-        answers: dict[Connection, Any] = {}
-        connections = [self._pipes[rank][0] for rank in ranks]
-        while silent := [connection for connection in connections if connection not in answers]:
-            ready = wait(silent, _LOOK_S)
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                answers[connection] = decode(connection.recv_bytes())
-            if not ready and not self._thread.is_alive():
-                raise self._error or RuntimeError("the ranks ended before their time")
-        return [answers[connection] for connection in connections]
+        return [self._hear(rank) for rank in range(len(self._apart.connections))]
 
 
 def _generation(trainer: Any) -> Any:

@@ -72,11 +72,11 @@ class Apart:
             raise self._error
         return self._answer
 
-    def close(self) -> None:
-        """Close this end of the pipes, and wait for the end of the work."""
+    def close(self, wait_s: float | None = None) -> None:
+        """Close this end of the pipes, and wait for the end of the work, or so long."""
         for connection in self.connections:
             connection.close()
-        self._thread.join()
+        self._thread.join(wait_s)
 
 
 def _whole(begin: Callable[..., Callable[[], Any]], connections: Sequence[Connection]) -> Any:
