@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from itertools import chain
 from typing import Any
 
+from paceline.launch.collectives.values import values_of_all
 from paceline.training.logged import Tallies, means, note, summed
 from paceline.training.run import RunPart, TrainingRun
 
@@ -14,7 +15,8 @@ _EVERY = 100  # steps after which ranks join figures at the latest
 class Logged(RunPart):
     """Keeps figures on each rank, and lets rank 0 write those of all ranks.
 
-    A figure costs no collective, and the host doesn't wait for the device when one is logged.
+    Ranks join them now and then: a figure costs no collective of its own, and the host doesn't wait for the device
+    when one is logged.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -41,36 +43,26 @@ class Logged(RunPart):
         self.join()
 
     def join(self) -> None:
-        """Write the figures of all ranks until now. All ranks come here after the same step."""
-        context, tallies = self.run.context, self._tallies
+        """Write the figures of all ranks until now. Collective."""
+        context, device, tallies = self.run.context, self.run.stepper.device, self._tallies
         if self._joined_step == self.run.step:
             return
         self._tallies, self._joined_step = {}, self.run.step
-        own = {
-            str(step): {
-                name: summed(each, self.run.stepper.device).tolist()
-                for name, each in figures.items()
-            }
+        own = [
+            (step, name, summed(each, device).tolist())
             for step, figures in tallies.items()
-        }
-        key = f"logged/{context.num_trained}/{self.run.step}"
+            for name, each in figures.items()
+        ]
+        every = values_of_all(own, device=device) if context.world_size > 1 else [own]
         if context.rank:
-            assert context.store is not None
-            context.store.set(f"{key}/{context.rank}", json.dumps(own))
             return
-        every = [own]
-        for rank in range(1, context.world_size):
-            every.append(json.loads(context.hear(f"{key}/{rank}", "save")))
-            assert context.store is not None
-            context.store.delete_key(f"{key}/{rank}")
-        for step in sorted({int(step) for of_rank in every for step in of_rank}):
-            of_step = [of_rank.get(str(step), {}) for of_rank in every]
-            names = dict.fromkeys(name for figures in of_step for name in figures)
-            sums = {
-                name: [sum(f[name][place] for f in of_step if name in f) for place in (0, 1)]
-                for name in names
-            }
-            logged, log = means(sums), self.run.log
+        sums: dict[int, dict[str, tuple[float, float]]] = {}
+        for step, name, (total, count) in chain(*every):
+            of_step = sums.setdefault(step, {})
+            before = of_step.get(name, (0.0, 0.0))
+            of_step[name] = before[0] + total, before[1] + count
+        for step in sorted(sums):
+            logged, log = means(sums[step]), self.run.log
             log.note(step, logged=logged)
             # Of the loss, the progress line has that of the latest step.
             log.figures = {k: v for k, v in {**log.figures, **logged}.items() if k != "loss"}

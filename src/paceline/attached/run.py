@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from paceline.checkpoint.values import can_pack
 from paceline.job import Job
 from paceline.job.callback import Callback
 from paceline.job.order import Order
+from paceline.launch.collectives.values import value_of_one
 from paceline.strategies.compose import may_be_elsewhere
 from paceline.training.feed import is_stream
 from paceline.training.loop import Loop
@@ -133,7 +133,7 @@ class AttachedRun:
                 if not may_be_elsewhere(session.plan, module):
                     module.to(self.device)
             if self.world_size > 1:  # scripts may draw other weights on each rank
-                seed = session.of_first_rank(seed)
+                seed = value_of_one(seed, 0, device=self.device)
                 _give_values_of_first_rank(tensors, self.device)
         self.seed = seed & (2**63 - 1)
 
@@ -281,9 +281,8 @@ class AttachedRun:
         Raises:
             PlanRefused: they have.
         """
-        shapes = [tuple(tensor.shape[1:]) for tensor in tensors_in(batch)]
-        digest = crc32(repr(shapes).encode())
-        if self.world_size > 1 and self.session.of_first_rank(digest) != digest:
+        shapes = [list(tensor.shape[1:]) for tensor in tensors_in(batch)]
+        if self.world_size > 1 and value_of_one(shapes, 0, device=self.device) != shapes:
             raise PlanRefused(
                 f"plan '{self.session.plan}' lays the model out by the first batch, and rows of this rank have the "
                 f"shapes {shapes}, which are not those of rank 0",

@@ -9,9 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-import torch.distributed as dist
-
 from paceline.api.result import Result
 from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster
@@ -148,14 +145,6 @@ class ScriptProcess:
         if self.controller is not None and not self.context.rank:
             self.controller.ended(Result(summary, self.controller.run.folder, None))
         self.stack.close()
-
-    def of_first_rank(self, number: int) -> int:
-        """Return the number that rank 0 gives. Collective."""
-        told = torch.tensor(
-            number - 2**64 if number >= 2**63 else number, device=self.context.device
-        )
-        dist.broadcast(told, 0)
-        return int(told)
 
 
 def _begun() -> ScriptProcess:
