@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 import sys
-import uuid
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from paceline.base.errors import PacelineError, PlanRefused, in_words
 from paceline.keras.computation import Computation, joined, rows_of
 from paceline.keras.draws import ORDERS, several
 from paceline.keras.forks import Forks
-from paceline.keras.group import RankGroup
+from paceline.keras.group import Meet
 from paceline.keras.part import Part
 from paceline.keras.state import set_random_state
 from paceline.keras.tensors import tensors_of
@@ -46,69 +44,70 @@ _HINT = (
 class Trial:
     """A step to try.
 
-    cuts: The samples of each rank. uses_nccl: See `RankGroup`. random: See `set_random_state`.
+    cuts: The samples of each rank. random: See `set_random_state`.
+    order: Of `draws.ORDERS`. meet: How the ranks meet; None in one process.
     """
 
     computation: Computation
     kind: str
     batch: Any
     cuts: tuple[range, ...]
-    uses_nccl: bool
     random: Any
+    order: str = ""
+    meet: Meet | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.cuts))
 
     def __str__(self) -> str:
         return f"the first {self.kind} step of {type(self.computation.model).__name__} on several ranks"
 
 
-def settled_order(trial: Trial, fork: Callable[..., Forks], folder: Path) -> str:
+def settled_order(trial: Trial, fork: Callable[..., Forks], meeting: Callable[[], Meet]) -> str:
     """Of `draws.ORDERS` the one by which ranks compute what one process does. This process's model is left alone.
 
     Args:
-        fork: Makes forks of lives by rank. folder: For files by which the ranks meet.
+        fork: Makes forks of lives by rank. meeting: Makes how the ranks of a new group meet.
 
     Raises:
         PlanRefused: none does.
     """
-    with closing(fork({0: partial(_try_alone, trial=trial)})) as alone:
-        return _order_of(trial, alone, fork, folder)
-
-
-def _order_of(trial: Trial, alone: Forks, fork: Callable[..., Forks], folder: Path) -> str:
     expected: dict[str, Any] = {}
     hint = _HINT.format(kind=trial.kind)
-    for order in ORDERS:
-        rendezvous = folder / uuid.uuid4().hex
-        lives = {
-            rank: partial(_try, trial=trial, rank=rank, order=order, rendezvous=rendezvous)
-            for rank in range(len(trial.cuts))
-        }
-        with closing(fork(lives)) as ranks:  # one that ended would be missed by others
-            answers = [_answer(ranks, rank) for rank in lives]
-        expected = expected or _answer(alone, 0)
-        if (
-            "failure" in expected
-        ):  # of the step itself: it comes again in this process, where it can be seen
-            if expected["failure"] == _KILLED:
-                print(
-                    f"{trial} was not compared with one process, which was killed: memory may have run out",
-                    file=sys.stderr,
+    with closing(fork({0: partial(_try, trial=trial)})) as alone:
+        for order in ORDERS:
+            of_ranks = replace(trial, order=order, meet=meeting())
+            lives = {
+                rank: partial(_try, trial=of_ranks, rank=rank) for rank in range(len(trial.cuts))
+            }
+            with closing(fork(lives)) as ranks:  # one that ended would be missed by others
+                answers = [_answer(ranks, rank) for rank in lives]
+            expected = expected or _answer(alone, 0)
+            if (
+                "failure" in expected
+            ):  # of the step itself: it comes again in this process, where it can be seen
+                if expected["failure"] == _KILLED:
+                    print(
+                        f"{trial} was not compared with one process, which was killed: memory may have run out",
+                        file=sys.stderr,
+                    )
+                return order
+            failures = [answer["failure"] for answer in answers if "failure" in answer]
+            if failures:
+                raise PlanRefused(
+                    f"{trial} fails, and that of one process does not: {min(failures, key=_is_of_a_peer)}",
+                    hint=hint,
                 )
-            return order
-        failures = [answer["failure"] for answer in answers if "failure" in answer]
-        if failures:
-            raise PlanRefused(
-                f"{trial} fails, and that of one process does not: {min(failures, key=_is_of_a_peer)}",
-                hint=hint,
-            )
-        first = answers[0]
-        if trial.kind == "predict":
-            outputs = [list(answer["value"].values()) for answer in answers]
-            first["value"] = _numbered(joined(outputs, [len(cut) for cut in trial.cuts]))
-        difference = _difference(first, expected)
-        if difference is None:
-            return order
-        if not first["several"]:
-            break
+            first = answers[0]
+            if trial.kind == "predict":
+                outputs = [list(answer["value"].values()) for answer in answers]
+                first["value"] = _numbered(joined(outputs, trial.counts))
+            difference = _difference(first, expected)
+            if difference is None:
+                return order
+            if not first["several"]:
+                break
     raise PlanRefused(f"{trial} is not what one process computes: the {difference}", hint=hint)
 
 
@@ -117,31 +116,24 @@ def _is_of_a_peer(failure: str) -> bool:
     return "gloo" in failure.lower()
 
 
-def _try(
-    connection: Connection, sign: Any, trial: Trial, *, rank: int, order: str, rendezvous: Path
-) -> None:
-    """In a fork: be one of the ranks."""
-    group = RankGroup(rank, len(trial.cuts), rendezvous, uses_nccl=trial.uses_nccl)
-    part = Part(group, tuple(len(cut) for cut in trial.cuts), order)
-    with trial.computation.in_place():
-        _compute(connection, trial, rows_of(trial.batch, trial.cuts[rank]), part)
+def _try(connection: Connection, sign: Any, trial: Trial, rank: int | None = None) -> None:
+    """In a fork: take the step, and tell what it computed.
 
-
-def _try_alone(connection: Connection, sign: Any, trial: Trial) -> None:
-    """In a fork: compute the whole batch with Keras alone."""
-    with trial.computation.in_place():  # to note the gradients
-        _compute(connection, trial, trial.batch, None)
-
-
-def _compute(connection: Connection, trial: Trial, batch: Any, part: Part | None) -> None:
-    """In a fork: take the step, and tell what it computed."""
+    rank: None computes the whole batch with Keras alone.
+    """
+    part, batch = None, trial.batch
+    if rank is not None:
+        assert trial.meet is not None
+        part = Part(trial.meet(rank), trial.counts, trial.order)
+        batch = rows_of(batch, trial.cuts[rank])
     torch.set_num_threads(1)
     set_random_state(trial.random)
     computation, model = trial.computation, trial.computation.model
     gradients: list[torch.Tensor | None] = []
     computation.gradients.recorder = gradients.extend
     try:
-        answer = computation.step(trial.kind, batch, part)
+        with computation.in_place():  # Keras alone notes the gradients, too
+            answer = computation.step(trial.kind, batch, part)
     except Exception as error:
         is_ours = isinstance(error, PacelineError)
         send(connection, {"failure": str(error.args[0]) if is_ours else in_words(error)})

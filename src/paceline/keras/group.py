@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ PATIENCE_S = 1800.0  # for a rank that computes; one that dies is noticed at onc
 TIMEOUT = timedelta(seconds=2 * PATIENCE_S)
 
 
+Meet = Callable[[int], "RankGroup"]  # makes a rank's side of a group
+
+
 class RankGroup:
     """Ranks that sum and gather tensors: over gloo, on this host's loopback interface, and over NCCL those of GPUs.
 
@@ -26,7 +29,7 @@ class RankGroup:
         uses_nccl: Whether NCCL sends tensors of GPUs. Without it they go by way of the CPU.
     """
 
-    def __init__(self, rank: int, size: int, rendezvous: Path, *, uses_nccl: bool = False) -> None:
+    def __init__(self, rank: int, size: int, rendezvous: Path, *, uses_nccl: bool) -> None:
         self.rank, self.size = rank, size
         store = dist.FileStore(str(rendezvous), size)
         self._gloo = gloo_on_loopback(dist.PrefixStore("gloo", store), rank, size, TIMEOUT)

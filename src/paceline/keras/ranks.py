@@ -27,9 +27,10 @@ from paceline.keras import first_step
 from paceline.keras.computation import KINDS, Computation, joined, rows_of
 from paceline.keras.devices import name_of, on_device, refuse_other_kinds
 from paceline.keras.forks import Forks
-from paceline.keras.group import RankGroup
+from paceline.keras.group import Meet, RankGroup
 from paceline.keras.part import Part
-from paceline.keras.state import checksums, random_state, structure, variables, versions
+from paceline.keras.patches import patched
+from paceline.keras.state import fingerprints, random_state, structure, variables, versions
 from paceline.keras.tensors import tensors_of
 from paceline.keras.worker import be_worker
 from paceline.launch.process.failure import RankFailed
@@ -64,7 +65,10 @@ class Ranks:
     def running(self) -> Iterator[None]:
         """While the model's functions for batches are those of the ranks."""
         refuse_other_kinds()
-        functions = {f"{kind}_function": getattr(self.model, f"{kind}_function") for kind in KINDS}
+        functions = [
+            (self.model, f"{kind}_function", lambda data, kind=kind: self.step(kind, data[0]))
+            for kind in KINDS
+        ]
         threads = torch.get_num_threads()
         is_on_cpu = self.devices[0] == "cpu"
         if not (is_on_cpu and forks_can_use_cuda()):
@@ -73,19 +77,14 @@ class Ranks:
             temporary_folder() as self._folder,
             on_device(self.model, self.devices[0]),
             self._computation.in_place(),
+            patched(functions),
         ):
-            for kind in KINDS:
-                setattr(
-                    self.model, f"{kind}_function", lambda data, kind=kind: self.step(kind, data[0])
-                )
             try:
                 yield
                 self._compare()
             finally:
                 self._end()
                 torch.set_num_threads(threads)
-                for name, function in functions.items():
-                    setattr(self.model, name, function)
 
     def step(self, kind: str, batch: Any) -> Any:
         """One step of a kind of KINDS: its logs, or the outputs of the whole batch.
@@ -104,11 +103,10 @@ class Ranks:
                     kind,
                     batch,
                     tuple(cuts),
-                    self._uses_nccl,
                     random_state(self.devices[0]),
                 ),
                 partial(Forks, devices=self.devices, while_sent=self._while_sent),
-                self._folder,
+                self._meeting,
             )
         self._begin(kind, batch, cuts)
         with self._failures():
@@ -153,17 +151,10 @@ class Ranks:
                 self._workers.send(rank, {**message, "batch": rows_of(batch, cuts[rank])})
 
     def _start(self) -> Forks:
-        rendezvous = self._folder / uuid.uuid4().hex
+        meet = self._meeting()
         self._workers = Forks(
             {
-                rank: partial(
-                    be_worker,
-                    computation=self._computation,
-                    rank=rank,
-                    size=self.size,
-                    rendezvous=rendezvous,
-                    uses_nccl=self._uses_nccl,
-                )
+                rank: partial(be_worker, computation=self._computation, rank=rank, meet=meet)
                 for rank in range(1, self.size)
             },
             self.devices,
@@ -172,8 +163,17 @@ class Ranks:
         )
         use_threads(self.size)
         with self._failures():
-            self._group = RankGroup(0, self.size, rendezvous, uses_nccl=self._uses_nccl)
+            self._group = meet(0)
         return self._workers
+
+    def _meeting(self) -> Meet:
+        """Return how the ranks of a new group meet."""
+        return partial(
+            RankGroup,
+            size=self.size,
+            rendezvous=self._folder / uuid.uuid4().hex,
+            uses_nccl=self._uses_nccl,
+        )
 
     def _abort(self) -> None:
         """End what waits for a rank that is no more: NCCL does not notice."""
@@ -206,10 +206,8 @@ class Ranks:
         with self._failures():
             for rank in range(1, self.size):
                 self._workers.send(rank, {"kind": "compare"})
-            all_sums = self._group.gather(
-                checksums(model_variables).reshape(1, -1), [1] * self.size
-            )
-        same = ((all_sums == all_sums[0]) | all_sums.isnan()).all(dim=0).reshape(-1, 2).all(dim=1)
+            of_ranks = self._group.gather(fingerprints(model_variables), [1] * self.size)
+        same = (of_ranks == of_ranks[0]).all(dim=0)
         different = [model_variables[i].path for i in unchanged if not same[i]]
         if different:
             raise DriftError(

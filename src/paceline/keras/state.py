@@ -12,6 +12,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 
 from paceline.torch_private.autograd import version_of
+from paceline.training.parts.drift import fingerprint
 
 _PLAIN = (bool, int, float, str, type(None))
 # What Keras's own loop writes between steps, and no step reads.
@@ -72,14 +73,9 @@ def _attributes(part: Any) -> Iterator[tuple[str, str]]:
             yield name, repr(value)
 
 
-def checksums(model_variables: Iterable[Any]) -> torch.Tensor:
-    """Two sums of each variable's values, in float64; equal for equal bits."""
-    sums = []
-    for variable in model_variables:
-        values = variable._value.detach().reshape(-1).double()
-        places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
-        sums += [values.sum().cpu(), (values * places).sum().cpu()]
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
+def fingerprints(model_variables: Iterable[Any]) -> torch.Tensor:
+    """A row of numbers, one a variable; equal for equal bits."""
+    return torch.tensor([[int(fingerprint(variable._value)) for variable in model_variables]])
 
 
 def random_state(device: str) -> dict[str, Any]:
@@ -88,11 +84,9 @@ def random_state(device: str) -> dict[str, Any]:
     Python seeds its own anew in every fork.
     """
     version, words, next_gauss = random.getstate()
-    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "numpy": torch.as_tensor(np.asarray(keys).astype(np.int64)),
-        "place": [int(position), int(has_gauss), float(gauss)],
+        "numpy": np.random.get_state(legacy=False),
         "python": [version, torch.tensor(words), next_gauss],
         "cuda": torch.cuda.get_rng_state(device) if device.startswith("cuda") else None,
     }
@@ -104,4 +98,4 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words.tolist()), next_gauss))
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], torch.cuda.current_device())
-    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["place"]))
+    np.random.set_state(state["numpy"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ import torch
 from paceline.base.codec import receive, send
 from paceline.base.waiting import waiting
 from paceline.keras.computation import Computation
-from paceline.keras.group import RankGroup
+from paceline.keras.group import Meet, RankGroup
 from paceline.keras.part import Part
-from paceline.keras.state import checksums, set_random_state, variables
+from paceline.keras.state import fingerprints, set_random_state, variables
 from paceline.keras.tensors import map_tensors
 from paceline.launch.process.failure import Failure, failure_of
 from paceline.launch.process.heartbeats import Heartbeat
@@ -27,9 +26,7 @@ def be_worker(
     computation: Computation,
     *,
     rank: int,
-    size: int,
-    rendezvous: Path,
-    uses_nccl: bool,
+    meet: Meet,
 ) -> Failure:
     """The life of a fork that is a rank. It answers predictions, and returns why it could not go on.
 
@@ -37,8 +34,8 @@ def be_worker(
     """
     steps, kind = 0, "start"
     try:
-        use_threads(size)
-        group = RankGroup(rank, size, rendezvous, uses_nccl=uses_nccl)
+        group = meet(rank)
+        use_threads(group.size)
         with computation.in_place():
             while True:
                 with waiting:
@@ -56,7 +53,7 @@ def _compute(
     model, kind = computation.model, message["kind"]
     model_variables = variables(model)
     if kind == "compare":
-        group.gather(checksums(model_variables).reshape(1, -1), [1] * group.size)
+        group.gather(fingerprints(model_variables), [1] * group.size)
         return
     with torch.no_grad():
         for index, value in message["changed"].items():
