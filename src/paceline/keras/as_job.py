@@ -19,11 +19,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.base.errors import CheckpointError, JobError
+from paceline.base.nested import map_batch
 from paceline.job import Job
 from paceline.keras.copies import copy_of, packed
 from paceline.keras.devices import on_device, where
 from paceline.keras.optimizer import KerasOptimizer
 from paceline.runs.folder import MODEL
+from paceline.training.feed import MicroBatch
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 _STEP = ("train_step", "compute_loss", "make_train_function")  # what the job's loop replaces
@@ -130,16 +132,12 @@ class Ports:
         Raises:
             JobError: names or numbers are others than the model's.
         """
-        if (
-            len(self.names) == 1
-            and not isinstance(value, Mapping)
-            and not (isinstance(value, list | tuple) and len(value) == 1)
-        ):
-            return value if self.container is None else {self.names[0]: value}
         if isinstance(value, Mapping) and value.keys() >= set(self.names):
             named = {name: value[name] for name in self.names}
         elif isinstance(value, list | tuple) and len(value) == len(self.names):
             named = dict(zip(self.names, value, strict=True))
+        elif len(self.names) == 1 and not isinstance(value, Mapping):
+            named = {self.names[0]: value}
         else:
             given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
             raise JobError(
@@ -216,12 +214,7 @@ class Samples(torch.utils.data.Dataset[Any]):
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        return tuple(
-            {name: tensor[index] for name, tensor in value.items()}
-            if isinstance(value, dict)
-            else value[index]
-            for value in (self.x, self.y)
-        )
+        return map_batch(lambda tensor: tensor[index], (self.x, self.y))
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
@@ -251,7 +244,8 @@ class KerasLoss:
     @classmethod
     def of(cls, model: Any, outputs: Ports) -> KerasLoss:
         losses, weights = (
-            _by_output(given, outputs) for given in (model.loss, _loss_weights(model))
+            _by_output(given, outputs)
+            for given in (model.loss, (model.get_compile_config() or {}).get("loss_weights"))
         )
         return cls(
             tuple(
@@ -272,10 +266,6 @@ class KerasLoss:
                 * (loss(target, output) if name is None else loss(target[name], output[name]))
                 for name, loss, weight in self.weighted
             )
-
-
-def _loss_weights(model: Any) -> Any:
-    return (model.get_compile_config() or {}).get("loss_weights")
 
 
 def _by_output(value: Any, outputs: Ports) -> dict[str, Any]:
@@ -300,7 +290,7 @@ class LossOfLayers:
 
     def __call__(self, module: Any, batch: Any) -> Any:
         x, y = batch
-        output = module(**x) if isinstance(x, dict) else module(x)
+        output = MicroBatch(x, None, 1).call(module)
         with where(_leaves(output)[0]):
             loss = self.loss(output, y) + sum(map(keras.ops.sum, module.model.losses))
         module.model._clear_losses()  # a forward leaves no attributes
@@ -317,14 +307,11 @@ def _adds(module: KerasModule, data: Samples) -> bool:
     Raises:
         JobError: they do what a loss and its count can't tell.
     """
-    x, _ = data[0]
+    x, y = data[0]
+    first = MicroBatch(x, y, 1).mapped(lambda row: row[None])
     module.training = False
-    with torch.no_grad(), where(_leaves(x)[0]):
-        output = (
-            module(**{name: row[None] for name, row in x.items()})
-            if isinstance(x, dict)
-            else module(x[None])
-        )
+    with torch.no_grad(), where(_leaves(first.input)[0]):
+        output = first.call(module)
     model = module.model
     masked = any(get_keras_mask(tensor) is not None for tensor in _leaves(output))
     if masked and len(_leaves(output)) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -37,12 +37,8 @@ def refuse_other_kinds() -> None:
 def on_device(model: Any, device: str) -> Iterator[None]:
     """While the model is on this device, and Keras makes its tensors there. It goes back afterwards."""
     home = str(torch.empty(0, device=get_device()).device)  # with its index
-    with ExitStack() as scopes:
-        if device.startswith("cuda"):
-            scopes.enter_context(torch.cuda.device(device))
-        scopes.enter_context(
-            keras.device(torch.device(device).type)
-        )  # Keras asks for "cuda", without a number
+    gpu = torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
+    with gpu, keras.device(torch.device(device).type):  # Keras asks for "cuda", without a number
         _move_model(model, device)
         try:
             yield

@@ -89,24 +89,22 @@ def _normal(
 ) -> torch.Tensor:
     if size is not None:
         return _sized(2)(part, func, mean, std, size=size, **kwargs)
-    tensors = [
-        value for value in (mean, std) if isinstance(value, torch.Tensor)
-    ]  # for each element
-    lengths = {value.shape[0] if value.dim() else 0 for value in tensors}
+    return _like(part, func, mean, std, **kwargs)
+
+
+def _like(part: Part, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of a function of tensors for each element."""
+    values = (*args, *kwargs.values())
+    lengths = {v.shape[0] if v.dim() else 0 for v in values if isinstance(v, torch.Tensor)}
     times = _times(part, lengths.pop()) if len(lengths) == 1 else 0
     if not times:
-        return func(mean, std, **kwargs)
-    mean, std = (
-        _embedded(part, its, times) if isinstance(its, torch.Tensor) else its for its in (mean, std)
-    )
-    return _rows(part, func(mean, std, **kwargs), times)
+        return func(*args, **kwargs)
 
+    def whole(value: Any) -> Any:
+        return _embedded(part, value, times) if isinstance(value, torch.Tensor) else value
 
-def _like(part: Part, func: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    times = _times(part, input.shape[0]) if input.dim() else 0
-    if not times:
-        return func(input, *args, **kwargs)
-    return _rows(part, func(_embedded(part, input, times), *args, **kwargs), times)
+    named = {name: whole(value) for name, value in kwargs.items()}
+    return _rows(part, func(*map(whole, args), **named), times)
 
 
 def _in_place(

@@ -28,7 +28,7 @@ class Gradients:
     def __init__(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._parameters = parameters
         self._reduced: dict[int, tuple[torch.Tensor, int]] = {}
-        self._is_applying = self._is_in_backward = False
+        self._is_in_backward = False
         self.recorder: Recorder | None = None
 
     def patches(self) -> list[Patch]:
@@ -78,25 +78,18 @@ class Gradients:
 
     def _applying(self, original: Any) -> Any:
         def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-            if self._is_applying:  # an optimizer inside of another
-                return original(optimizer, grads, trainable_variables)
             grads = list(grads)
             part = current_part()
             if part is not None and not all(map(self._is_reduced, grads)):
-                grads = reduced(
-                    part,
-                    grads,
-                    [_value(variable) for variable in _variables(optimizer, trainable_variables)],
-                )
+                variables = trainable_variables or optimizer._trainable_variables
+                values = [getattr(variable, "_value", variable) for variable in variables]
+                grads = reduced(part, grads, values)
             if self.recorder is not None:
                 self.recorder(grads)
-            self._is_applying = True
-            try:
-                with computing(None):
-                    return original(optimizer, grads, trainable_variables)
-            finally:
-                self._is_applying = False
-                self._reduced.clear()
+            with computing(None):  # for an optimizer inside of this one, too
+                answer = original(optimizer, grads, trainable_variables)
+            self._reduced.clear()
+            return answer
 
         return apply
 
@@ -146,11 +139,3 @@ def reduced(
                 means[i] = flat[start : start + size].reshape(like[i].shape).clone()
             start += size
     return means
-
-
-def _variables(optimizer: Any, variables: Any) -> list[Any]:
-    return list(optimizer._trainable_variables if variables is None else variables)
-
-
-def _value(variable: Any) -> torch.Tensor:
-    return getattr(variable, "_value", variable)

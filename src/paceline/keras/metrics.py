@@ -32,7 +32,8 @@ def patches() -> list[Patch]:
 
 def _updated(part: Part, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = (list(args), kwargs)
-    if _adds_up(metric) and _is_of_samples(part, arguments):
+    lengths = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(arguments)}
+    if _adds_up(metric) and lengths == {part.rows}:
         return _summed(part, original, metric, *args, **kwargs)
     args, kwargs = _of_whole_batch(part, arguments, metric)
     with computing(None):
@@ -46,12 +47,6 @@ def _adds_up(metric: Any) -> bool:
     return kind.__module__.startswith("keras.src.metrics.") and (
         function is None or getattr(function, "__module__", "").startswith("keras.src.")
     )
-
-
-def _is_of_samples(part: Part, arguments: Any) -> bool:
-    """Whether every tensor that a metric is given has this rank's samples along dim 0."""
-    tensors = tensors_of(arguments)
-    return bool(tensors) and all(map(part.has_samples, tensors))
 
 
 def _summed(part: Part, original: Any, metric: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +78,7 @@ def _of_whole_batch(part: Part, arguments: Any, metric: Any) -> Any:
                     "Paceline can't know whether numbers of parts add up",
                     hint=_HINT,
                 )
-            return part.mean(tensor)
+            return part.sum(tensor.detach() * part.weight)
         if tensor.shape[0] % part.rows:
             raise PlanRefused(
                 f"the metric {metric.name!r} is given a tensor of shape {tuple(tensor.shape)} for "

@@ -41,7 +41,10 @@ class KerasOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            self._rule().update(group["params"], self.state, group)
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if used:
+                with where(used[0]):
+                    self._rule().update(used, self.state, group)
         return loss
 
 
@@ -68,14 +71,7 @@ class _Rule:
                     if isinstance(slot, keras.Variable):
                         self.kept[id(variable)][name.strip("_")] = slot
 
-    def update(self, parameters: list[nn.Parameter], state: Any, group: dict[str, Any]) -> None:
-        used = [parameter for parameter in parameters if parameter.grad is not None]
-        if not used:
-            return
-        with where(used[0]):
-            self._update(used, state, group)
-
-    def _update(self, used: list[nn.Parameter], state: Any, group: dict[str, Any]) -> None:
+    def update(self, used: list[nn.Parameter], state: Any, group: dict[str, Any]) -> None:
         self._adopt(used, state)
         if isinstance(self.optimizer._learning_rate, keras.Variable):
             self.optimizer.learning_rate = group[_LEARNING_RATE]

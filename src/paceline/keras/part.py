@@ -48,17 +48,9 @@ class Part:
         """Of a mean over this rank's samples in the mean over the batch."""
         return self.count / self.total
 
-    def has_samples(self, tensor: torch.Tensor) -> bool:
-        """Whether dim 0 runs over this rank's samples."""
-        return tensor.dim() > 0 and tensor.shape[0] == self.rows
-
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over all ranks; a rank without samples adds nothing. A collective."""
         return self.group.sum(tensor if self.count else torch.zeros_like(tensor))
-
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of the ranks' means over their samples, weighted by these. A collective."""
-        return self.sum(tensor.detach() * self.weight)
 
     def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """All ranks' rows in the order of the batch; dim 0 has one or several for each sample. A collective."""

@@ -6,6 +6,7 @@ import math
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +101,17 @@ def fit(
     return model.history
 
 
+@dataclass
 class _Listener:
     """Lets Keras's callbacks hear of epochs, with the weights of the moment in the model.
 
     has_weights: whether the model has those of the run's end.
     """
 
-    def __init__(self, model: Any, callbacks: Any) -> None:
-        self.model, self.callbacks, self.logs, self.has_weights = (
-            model,
-            callbacks,
-            dict[str, float](),
-            False,
-        )
+    model: Any
+    callbacks: Any
+    logs: dict[str, float] = field(default_factory=dict)
+    has_weights: bool = False
 
     def hear(self, epoch: EpochReport, weights: Mapping[str, torch.Tensor]) -> str | None:
         """See `TellsEpochs`."""
