@@ -260,7 +260,6 @@ class TrainRequest:
         **options: Any,
     ) -> Result:
         from paceline.api.preflight import refuse_early
-        from paceline.planner.devices import devices_of
         from paceline.strategies.compose import load
         from paceline.training.drivers import fault_policy, train_rank
         from paceline.training.settings import Settings
@@ -317,7 +316,7 @@ class TrainRequest:
         settings = Settings(
             run_dir=run_dir,
             shares=resolved.shares,
-            devices=devices_of(resolved.plan, resolved.cluster),
+            devices=resolved.rank_devices,
             controller=controller,
             **options,
         )

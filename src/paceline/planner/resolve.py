@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from paceline.base.errors import PlanError
 from paceline.cluster.cluster import Cluster, names_of
+from paceline.cluster.devices import Device
 from paceline.job import Job
 from paceline.launch.hosts.environment import Environment
+from paceline.planner.devices import devices_of
 from paceline.strategies import conflicts
 from paceline.strategies.plan import Plan
 
@@ -21,6 +23,11 @@ class Resolved:
     plan: Plan
     cluster: Cluster
     shares: tuple[int, ...]  # each replica's weight in the global batch
+
+    @property
+    def rank_devices(self) -> tuple[Device, ...]:
+        """The device of every rank."""
+        return devices_of(self.plan, self.cluster)
 
     @property
     def devices(self) -> str:

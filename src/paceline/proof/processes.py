@@ -19,7 +19,6 @@ from paceline.cluster.devices import Device
 from paceline.job import Job, Precision, named_fields
 from paceline.launch.local.ranks import run_local
 from paceline.model.randomness import WithoutRandomness
-from paceline.planner.devices import devices_of
 from paceline.planner.resolve import Resolved
 from paceline.proof.compare import DifferenceRecorder, file_difference
 from paceline.proof.device import computing_on
@@ -309,7 +308,7 @@ def _watch(
                 run_dir,
                 resolved.shares,
                 is_trial=True,
-                devices=devices_of(resolved.plan, resolved.cluster),
+                devices=resolved.rank_devices,
                 observer=recorder,
                 resume=resume,
                 keep=lambda: False,

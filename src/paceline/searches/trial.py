@@ -92,7 +92,6 @@ def train(
     """
     from paceline.api.result import Result
     from paceline.callbacks.controller import RunController, controlled
-    from paceline.planner.devices import devices_of
     from paceline.strategies.compose import load
     from paceline.training.drivers import train_rank
     from paceline.training.settings import Settings
@@ -115,7 +114,7 @@ def train(
         save_on_stop=False,
         keep=lambda: bool(line.ask({"keep": True})["keep"]),
         controller=controller,
-        devices=devices_of(resolved.plan, resolved.cluster),
+        devices=resolved.rank_devices,
     )
     is_first = context.rank == 0
     try:
