@@ -4,7 +4,6 @@ those without effect.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -70,7 +69,14 @@ _METHODS = {  # methods that are not called, and what to use instead
     "_load_rng_state": "callbacks",
     "_load_scaler": "callbacks",
 }
-# Methods that are called between steps.
+# Events and methods that are called between steps.
+_STEP_EVENTS = (
+    "on_step_begin",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_log",
+)
 _AT_STEPS = (
     "log",
     "_maybe_log_save_evaluate",
@@ -101,7 +107,18 @@ def refuse_model(trainer: Any) -> None:
     Raises:
         UsageError: the model is already placed on devices, cut, or quantized.
     """
-    _raise(list(_model(trainer.model)))
+    model, problems = trainer.model, list[str]()
+    if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
+        problems.append(
+            "the model was loaded with a device_map: the plan says where its parts lie; load it without"
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        problems.append(
+            "the model was sharded when it was loaded: the plan does that; load it without distributed_config"
+        )
+    if getattr(model, "is_quantized", False):
+        problems.append("the model is quantized, which plans have not been tried with")
+    _raise(problems)
 
 
 def _raise(problems: list[str]) -> None:
@@ -151,16 +168,10 @@ def name_idle(args: Any) -> None:
         print(f"without effect under a plan: {', '.join(idle)}", file=sys.stderr, flush=True)
 
 
-def _default(arguments: Any, name: str) -> Any:
-    field = next((field for field in dataclasses.fields(arguments) if field.name == name), None)
-    return None if field is None or field.default is dataclasses.MISSING else field.default
-
-
 def _is_set(arguments: Any, name: str) -> bool:
-    value = getattr(arguments, name, None)
-    return value not in (None, False, "", [], {}, _default(arguments, name)) or (
-        value is False and _default(arguments, name) is True
-    )
+    # A field's default is an attribute of its class.
+    value, default = getattr(arguments, name, None), getattr(type(arguments), name, None)
+    return value not in (None, False, "", [], {}, default) or (value is False and default is True)
 
 
 def _arguments(arguments: Any) -> Iterator[str]:
@@ -218,8 +229,8 @@ def overrides(callback: Any, event: str) -> bool:
     return getattr(type(callback), event, None) is not getattr(TrainerCallback, event, None)
 
 
-def must_wait(trainer: Any, events: tuple[str, ...]) -> bool:
-    """Whether ranks must wait at these events, because code may need something of them there.
+def must_wait(trainer: Any) -> bool:
+    """Whether ranks must wait at each step, because code may need something of them there.
 
     Such code is a user's callback, an overridden method that is called there, or Trainer itself.
     """
@@ -231,18 +242,9 @@ def must_wait(trainer: Any, events: tuple[str, ...]) -> bool:
     ):
         return True
     return any(
-        _is_of_user(callback) and any(overrides(callback, event) for event in events)
+        _is_of_user(callback) and any(overrides(callback, event) for event in _STEP_EVENTS)
         for callback in trainer.callback_handler.callbacks
     )
-
-
-def _model(model: Any) -> Iterator[str]:
-    if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
-        yield "the model was loaded with a device_map: the plan says where its parts lie; load it without"
-    if getattr(model, "is_distributed_loading_by_transformers", False):
-        yield "the model was sharded when it was loaded: the plan does that; load it without distributed_config"
-    if getattr(model, "is_quantized", False):
-        yield "the model is quantized, which plans have not been tried with"
 
 
 def _best_metric(trainer: Any) -> Iterator[str]:

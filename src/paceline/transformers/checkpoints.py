@@ -27,9 +27,18 @@ _PLACE = "paceline"  # in a folder checkpoint-N
 _SCHEDULE, _FROZEN = "plateau.json", "frozen.json"
 
 
-def keep(run_dir: Path, checkpoint: Path, *, step: int) -> None:
-    """Copy the run's checkpoint of this step into Trainer's folder."""
-    _copy(run_dir, checkpoint / _PLACE, step)
+def keep(run_dir: Path, checkpoint: Path, *, step: int, frozen: str, plateau: Any) -> None:
+    """Copy the run's checkpoint of this step into Trainer's folder.
+
+    Args:
+        frozen: A `frozen_record`.
+        plateau: A schedule that evaluations step; None if the run's checkpoint has the schedule.
+    """
+    place = checkpoint / _PLACE
+    _copy(run_dir, place, step)
+    (place / _FROZEN).write_text(frozen)
+    if plateau is not None:
+        (place / _SCHEDULE).write_text(json.dumps(plateau.state_dict()))
 
 
 def frozen_record(model: torch.nn.Module) -> str:
@@ -41,16 +50,19 @@ def frozen_record(model: torch.nn.Module) -> str:
     return json.dumps({"names": frozen, "sha256": _digest(model, frozen)})
 
 
-def keep_frozen(record: str, checkpoint: Path) -> None:
-    (checkpoint / _PLACE / _FROZEN).write_text(record)
+def bring(
+    checkpoint: Path, run_dir: Path, *, step: int, model: torch.nn.Module, plateau: Any
+) -> None:
+    """Copy the checkpoint in Trainer's folder into a new run folder.
 
-
-def check_frozen(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Check that a model has the frozen weights that a checkpoint needs.
+    Args:
+        model: It must have the frozen weights that the checkpoint needs.
+        plateau: A schedule that evaluations step, which gets its state, and its optimizer its learning
+            rates; None if the run's checkpoint has the schedule.
 
     Raises:
-        CheckpointError: the weights that are not in the checkpoint are not those that the run was
-            trained with.
+        CheckpointError: there is none; or it was written with other frozen weights or a schedule of
+            another kind.
     """
     path = checkpoint / _PLACE / _FROZEN
     then = json.loads(path.read_text()) if path.exists() else {"names": []}
@@ -59,6 +71,24 @@ def check_frozen(model: torch.nn.Module, checkpoint: Path) -> None:
             f"{checkpoint} was trained on other frozen weights than this model's, and holds only what was trained",
             hint="give the Trainer the model that the run began with, of the same from_pretrained and dtype",
         )
+    if not folder.checkpoint_of(checkpoint / _PLACE, step).is_dir():
+        raise CheckpointError(
+            f"{checkpoint} has no checkpoint of a run under a plan",
+            hint="transformers.Trainer goes on from its own checkpoints; to begin anew with these "
+            "weights, load them by from_pretrained and leave out resume_from_checkpoint",
+        )
+    _copy(checkpoint / _PLACE, run_dir, step)
+    if plateau is None:
+        return
+    path = checkpoint / _PLACE / _SCHEDULE
+    if not path.exists():
+        raise CheckpointError(
+            f"{checkpoint} was written without a ReduceLROnPlateau",
+            hint="resume with the lr_scheduler_type that the run began with",
+        )
+    plateau.load_state_dict(json.loads(path.read_text()))
+    for group, rate in zip(plateau.optimizer.param_groups, plateau.get_last_lr(), strict=True):
+        group["lr"] = rate
 
 
 def _digest(model: torch.nn.Module, names: Sequence[str]) -> str:
@@ -71,45 +101,6 @@ def _digest(model: torch.nn.Module, names: Sequence[str]) -> str:
             digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
             digest.update(values.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def keep_schedule(schedule: Any, checkpoint: Path) -> None:
-    """Write the state of a schedule that evaluations step; any other schedule is in the run's
-    checkpoint.
-    """
-    (checkpoint / _PLACE / _SCHEDULE).write_text(json.dumps(schedule.state_dict()))
-
-
-def bring_schedule(schedule: Any, checkpoint: Path) -> None:
-    """Load the state of a schedule that evaluations step, and set the optimizer's learning rates.
-
-    Raises:
-        CheckpointError: the checkpoint was written with a schedule of another kind.
-    """
-    path = checkpoint / _PLACE / _SCHEDULE
-    if not path.exists():
-        raise CheckpointError(
-            f"{checkpoint} was written without a ReduceLROnPlateau",
-            hint="resume with the lr_scheduler_type that the run began with",
-        )
-    schedule.load_state_dict(json.loads(path.read_text()))
-    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        group["lr"] = rate
-
-
-def bring(checkpoint: Path, run_dir: Path, *, step: int) -> None:
-    """Copy the checkpoint in Trainer's folder into a new run folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    if not folder.checkpoint_of(checkpoint / _PLACE, step).is_dir():
-        raise CheckpointError(
-            f"{checkpoint} has no checkpoint of a run under a plan",
-            hint="transformers.Trainer goes on from its own checkpoints; to begin anew with these "
-            "weights, load them by from_pretrained and leave out resume_from_checkpoint",
-        )
-    _copy(checkpoint / _PLACE, run_dir, step)
 
 
 def drop(run_dir: Path, *, step: int) -> None:

@@ -46,11 +46,9 @@ def is_cut_by_sample(batch: Any, size: int) -> bool:
     return isinstance(batch, _NOT_CUT)
 
 
-def samples_of(batch: Any, part: range, size: int) -> Any:
-    """Return some samples of a batch; if the batch can't be cut, return all of it."""
-    if not is_cut_by_sample(batch, size):
-        return batch
+def samples_of(batch: Any, part: range) -> Any:
+    """Return some samples of a batch that can be cut."""
     if isinstance(batch, Mapping):
-        return {key: samples_of(item, part, size) for key, item in batch.items()}
+        return {key: samples_of(item, part) for key, item in batch.items()}
     is_shared = isinstance(batch, _NOT_CUT) or getattr(batch, "ndim", 1) == 0
     return batch if is_shared else batch[part.start : part.stop]

@@ -169,11 +169,8 @@ class LoaderStream(IterableDataset[Any]):
     """
 
     def __init__(self, loader: Any, args: Any) -> None:
-        self.loader, self.accumulated, self.seed = (
-            loader,
-            args.gradient_accumulation_steps,
-            args.seed,
-        )
+        self.loader, self.accumulated = loader, args.gradient_accumulation_steps
+        self._drawn = torch.Generator().manual_seed(args.seed).get_state()
         self.most, self.step, self._read = _batch(args, loader), 0, 0
         if hasattr(loader, "__next__"):
             raise UsageError(
@@ -203,35 +200,33 @@ class LoaderStream(IterableDataset[Any]):
                     f"its {size} samples, and a plan cuts batches",
                     hint="a DataLoader with a data set and a collate_fn collates what each rank has",
                 )
-            yield from (samples_of(batch, range(place, place + 1), size) for place in range(size))
+            yield from (samples_of(batch, range(place, place + 1)) for place in range(size))
 
     def _by_steps(self) -> Iterator[list[dict[str, Any]]]:
-        drawn = torch.Generator().manual_seed(self.seed).get_state()
-        length = len(self.loader) if hasattr(self.loader, "__len__") else None
         for epoch in count():
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
-            batches, of_step, is_empty = None, list[dict[str, Any]](), True
-            while True:
-                before = torch.get_rng_state()
-                torch.set_rng_state(drawn)
-                # Batches beyond the loader's length are not read; Trainer does not read them
-                # either.
-                batches = islice(iter(self.loader), length) if batches is None else batches
-                batch = next(batches, None)
-                drawn = torch.get_rng_state()
-                torch.set_rng_state(before)
-                of_step, is_empty = (
-                    [*of_step, *([] if batch is None else [dict(batch)])],
-                    is_empty and batch is None,
-                )
-                if of_step and (batch is None or len(of_step) == self.accumulated):
-                    yield of_step
-                    of_step = []
-                if batch is None:
-                    break
+            batches, is_empty = self._batches(), True
+            while of_step := list(islice(batches, self.accumulated)):
+                yield of_step
+                is_empty = False
             if is_empty:
                 raise UsageError(f"the {type(self.loader).__name__} gave no batch in epoch {epoch}")
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        """Yield the batches of an epoch."""
+        length = len(self.loader) if hasattr(self.loader, "__len__") else None
+        batches: Any = None
+        while True:
+            with torch.random.fork_rng([]):
+                torch.set_rng_state(self._drawn)
+                # Batches beyond the loader's length are not read; Trainer does not read them either.
+                batches = batches or islice(iter(self.loader), length)
+                batch = next(batches, None)
+                self._drawn = torch.get_rng_state()
+            if batch is None:
+                return
+            yield dict(batch)
 
 
 def joined(samples: list[Any]) -> Any:
@@ -255,6 +250,7 @@ def joined(samples: list[Any]) -> Any:
     return torch.cat(samples)
 
 
+@dataclass(eq=False)
 class EpochSampler:
     """A sampler of torch, drawn for each epoch as Trainer draws it on one device.
 
@@ -267,8 +263,10 @@ class EpochSampler:
         seed: The seed that Trainer gives the generator.
     """
 
-    def __init__(self, sampler: Any, length: int, *, seed: int) -> None:
-        self.sampler, self.length, self.seed, self.epoch = sampler, length, seed, 0
+    sampler: Any
+    length: int
+    seed: int
+    epoch: int = 0
 
     def __len__(self) -> int:
         return self.length

@@ -133,7 +133,9 @@ class Lent:
             yield
         finally:
             _Weight.lent = None
-            give_back(self.model)
+            for p in self._trained.values():
+                if type(p) is _Weight:
+                    cast(Any, p).__class__ = torch.nn.Parameter
             self.optimizer.state = kept
             for name in ("train", "eval"):
                 vars(self.optimizer).pop(name, None)
@@ -292,13 +294,6 @@ class Lent:
             for hooks in (*of_modules, *of_weights, *of_optimizer)
             for hook in hooks.values()
         ]
-
-
-def give_back(model: torch.nn.Module) -> None:
-    """Turn the weights back into normal parameters, here or in a fork."""
-    for p in model.parameters():
-        if type(p) is _Weight:
-            cast(Any, p).__class__ = torch.nn.Parameter
 
 
 class _StateOnRanks(Mapping[Any, dict[str, Any]]):

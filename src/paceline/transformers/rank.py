@@ -5,7 +5,7 @@ orders.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class Evaluated:
     layout: Layout
     mesh: Mesh
     device: torch.device
+    part: DataShard
 
 
 class TrainerRank:
@@ -74,10 +75,9 @@ class TrainerRank:
         context: RankContext,
         connection: Connection,
         run_dir: Path,
-        shares: tuple[int, ...],
     ) -> None:
         self.trainer, self.context, self.connection = trainer, context, connection
-        self.run_dir, self.shares = run_dir, shares
+        self.run_dir = run_dir
         self.until, self.is_over = 0, False
         self._writer: Writer | None = None
         self._prepare = trainer.preprocess_logits_for_metrics
@@ -221,12 +221,12 @@ class TrainerRank:
         inputs, layout, mesh = order["inputs"], stepper.layout, stepper.mesh
         total = batch_size(inputs)
         can_be_cut = is_cut_by_sample(inputs, total)
-        (cut,) = DataShard(
-            self.shares if can_be_cut else (1,), mesh.replica if can_be_cut else 0, 1
-        ).cuts(total)
+        (cut,) = (
+            replace(stepper.part, num_microbatches=1).cuts(total) if can_be_cut else [range(total)]
+        )
         if not cut and not layout.meets_in_forward:
             return {}
-        part = samples_of(inputs, cut or range(1), total)
+        part = samples_of(inputs, cut or range(1)) if can_be_cut else inputs
         if order["generation"] is not None:
             self.trainer._gen_kwargs = heard_generation(order["generation"])
         asked = part, order["prediction_loss_only"], order["ignore_keys"]

@@ -14,6 +14,7 @@ from paceline.base.fork import forks_can_use_cuda
 from paceline.launch.hosts.environment import current
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.apart import Apart
+from paceline.training.feed import DataShard
 from paceline.training.prepare import prepare_job
 from paceline.transformers.generation import told_generation
 from paceline.transformers.rank import Evaluated, TrainerRank
@@ -32,7 +33,6 @@ def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
     """Start ranks that hold a job's model under a plan and evaluate it, until they are told to
     end.
     """
-    from paceline.planner.devices import devices_of
     from paceline.strategies.compose import load
     from paceline.strategies.mesh import Mesh
     from paceline.training.products import float32_products
@@ -48,9 +48,10 @@ def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
                 plan=resolved.plan,
                 mesh=mesh,
                 device=context.device,
-                devices=devices_of(resolved.plan, resolved.cluster),
+                devices=resolved.rank_devices,
             )
-            evaluated = Evaluated(job, prepared.model, prepared.layout, mesh, context.device)
+            part = DataShard.of(resolved.plan, mesh, resolved.shares)
+            evaluated = Evaluated(job, prepared.model, prepared.layout, mesh, context.device, part)
             follow(context, Path()).serve(evaluated)
 
     Launcher(current(), resolved.cluster.devices, timeout_s=_TIMEOUT_S).run(body, run_dir=None)
@@ -59,7 +60,6 @@ def serve(job: Job, resolved: Resolved, follow: Follow) -> None:
 def _work(
     trainer: Any,
     run: Callable[[Follow], Any],
-    shares: tuple[int, ...],
     connections: Sequence[Connection],
 ) -> Callable[[], Any]:
     """Return what starts ranks for a trainer and returns when they have ended. Each obeys the other end of a
@@ -67,7 +67,7 @@ def _work(
     """
 
     def follow(context: RankContext, run_dir: Path) -> TrainerRank:
-        return TrainerRank(trainer, context, connections[context.rank], run_dir, shares)
+        return TrainerRank(trainer, context, connections[context.rank], run_dir)
 
     return partial(run, follow)
 
@@ -89,14 +89,13 @@ class Session:
         trainer: Any,
         run: Callable[[Follow], Any],
         *,
-        shares: tuple[int, ...],
         world_size: int,
         step: int,
     ) -> None:
         self._trainer, self._generation = trainer, _generation(trainer)
         self.step, self.is_waiting, self._until = step, True, step
         self._apart = Apart(
-            partial(_work, trainer, run, shares), world_size, is_sent=not forks_can_use_cuda()
+            partial(_work, trainer, run), world_size, is_sent=not forks_can_use_cuda()
         )
         # This waits until ranks have their copies: later changes here do not affect them.
         self.options: dict[str, Any] | None = self._hear_all()[0]["options"]

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,13 +40,6 @@ if TYPE_CHECKING:
 else:
     _AnyTrainer = object  # a Trainer comes after it among the bases of a class
 
-_STEP_EVENTS = (
-    "on_step_begin",
-    "on_pre_optimizer_step",
-    "on_optimizer_step",
-    "on_step_end",
-    "on_log",
-)
 _PLAN = "PACELINE_PLAN"
 
 
@@ -120,11 +114,9 @@ class PlannedTraining(_AnyTrainer):
 
         It leaves out the event handlers and the connections to ranks.
         """
-        stays = ("callback_handler", "_session", "_lent")
-        return {name: value for name, value in vars(self).items() if name not in stays} | {
-            "_session": None,
-            "_lent": None,
-        }
+        state = vars(self) | {"_session": None, "_lent": None}
+        del state["callback_handler"]
+        return state
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         """Switch autocast off, because nothing is computed in this process."""
@@ -198,10 +190,13 @@ class PlannedTraining(_AnyTrainer):
         )
         step = self.state.global_step
         if resume_from_checkpoint is not None:
-            checkpoints.check_frozen(self.model, Path(resume_from_checkpoint))
-            checkpoints.bring(Path(resume_from_checkpoint), run_dir, step=step)
-            if follows_evaluations(self):
-                checkpoints.bring_schedule(self.lr_scheduler, Path(resume_from_checkpoint))
+            checkpoints.bring(
+                Path(resume_from_checkpoint),
+                run_dir,
+                step=step,
+                model=self.model,
+                plateau=self.lr_scheduler if follows_evaluations(self) else None,
+            )
         arguments.refuse_plan(self, request.resolved.plan)
         self._counted, self._weights_step, self._plan_in_use, self._frozen = (
             0.0,
@@ -221,7 +216,6 @@ class PlannedTraining(_AnyTrainer):
                 loader_workers=workers,
                 restarts=0,
             ),  # new ranks would ask the script for what it has said
-            shares=request.resolved.shares,
             world_size=request.resolved.plan.world_size,
             step=step,
         )
@@ -289,7 +283,6 @@ class PlannedTraining(_AnyTrainer):
             Session(
                 self,
                 lambda follow: serve(job, resolved, follow),
-                shares=resolved.shares,
                 world_size=resolved.plan.world_size,
                 step=self.state.global_step,
             )
@@ -360,12 +353,15 @@ class PlannedTraining(_AnyTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._session is not None:
             self._save_ranks(self._session)
-        checkpoints.keep(self.run_dir, Path(output_dir), step=self.state.global_step)
         if self._frozen is None:
             self._frozen = checkpoints.frozen_record(self.model)
-        checkpoints.keep_frozen(self._frozen, Path(output_dir))
-        if follows_evaluations(self):
-            checkpoints.keep_schedule(self.lr_scheduler, Path(output_dir))
+        checkpoints.keep(
+            self.run_dir,
+            Path(output_dir),
+            step=self.state.global_step,
+            frozen=self._frozen,
+            plateau=self.lr_scheduler if follows_evaluations(self) else None,
+        )
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the scaler's state is in the run's checkpoint."""
@@ -436,30 +432,22 @@ class Trainer(PlannedTraining, transformers.Trainer):
     """`transformers.Trainer` under a plan; see `PlannedTraining`."""
 
 
+@dataclass
 class _Progress:
     """Follows the ranks step by step and triggers Trainer's events as its own loop does."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        *,
-        steps: int,
-        steps_per_epoch: int,
-        batches: int,
-        trial: Any,
-        ignore_keys: list[str] | None,
-        began_s: float,
-    ) -> None:
-        self.trainer, self.steps, self.steps_per_epoch, self.batches = (
-            trainer,
-            steps,
-            steps_per_epoch,
-            batches,
-        )
-        self.trial, self.ignore_keys, self.began_s = trial, ignore_keys, began_s
-        self.waits_each_step = arguments.must_wait(trainer, _STEP_EVENTS)
-        self.gradient_norm: float | None = None
-        self.learning_rate: float | None = None
+    trainer: Any
+    steps: int
+    steps_per_epoch: int
+    batches: int
+    trial: Any
+    ignore_keys: list[str] | None
+    began_s: float
+    gradient_norm: float | None = None
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        self.waits_each_step = arguments.must_wait(self.trainer)
 
     def run(self) -> None:
         """Follow the ranks until the last step, or until a callback stops the training."""
