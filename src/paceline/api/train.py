@@ -373,11 +373,6 @@ class TrainRequest:
         controller: RunController | None,
         restarts: int | None,
     ) -> Any:
-        from paceline.launch.process.fault_policy import RESTARTS
-
-        if restarts is None:
-            restarts = RESTARTS if launcher.environment is None else 0
-
         def ended(failed: RankFailed) -> None:
             for part in run_dir.glob(
                 f".{folder.PREDICTED}.*.tmp"

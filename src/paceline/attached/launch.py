@@ -18,8 +18,6 @@ from paceline.callbacks.loggers import loggers_of
 from paceline.launch.hosts.environment import current
 from paceline.launch.local.launcher import Launcher
 from paceline.launch.process.failure import RankFailed
-from paceline.launch.process.fault_policy import RESTARTS
-from paceline.planner.devices import devices_of
 from paceline.planner.resolve import Resolved, resolve
 from paceline.runs import folder
 from paceline.strategies.compose import load
@@ -91,13 +89,14 @@ def run(
                 file=sys.stderr,
                 flush=True,
             )
-        is_checked = check and not is_resumed  # a run that goes on has taken its first update
-        checked = _checked(launcher, path, arguments, resolved) if is_checked else None
+        checked = None
+        if check and not is_resumed:  # a run that goes on has taken its first update
+            checked = _checked(launcher, path, arguments, resolved)
         settings = Settings(
             run_dir=run_dir,
             shares=resolved.shares,
             resume=is_resumed,
-            devices=devices_of(resolved.plan, resolved.cluster),
+            devices=resolved.rank_devices,
             **options,
         )
 
@@ -110,9 +109,6 @@ def run(
                 loggers=loggers,
             )
             return run_script(session, path, arguments)
-
-        if restarts is None:
-            restarts = RESTARTS if launcher.environment is None else 0
 
         def ended(failed: RankFailed) -> None:
             folder.write_failure(run_dir, str(resolved.plan), failed)

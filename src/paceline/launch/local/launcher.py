@@ -11,7 +11,7 @@ from paceline.base.errors import UsageError
 from paceline.cluster.devices import Device
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.process.failure import RankFailed
-from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
+from paceline.launch.process.fault_policy import ALL_NEEDED, RESTARTS, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.rank_process import Body
 
@@ -60,14 +60,14 @@ class Launcher:
         *,
         run_dir: Path | None,
         idle: Callable[[HeartbeatTable], None] | None = None,
-        restarts: int = 0,
+        restarts: int | None = 0,
         listener: Listener | None = None,
         ended: Callable[[RankFailed], None] = lambda failed: None,
     ) -> Any:
         """Run the body as every rank and return rank 0's result (inside a launcher, this rank's).
 
         idle: called in a fork of this process while forked ranks work, with their signs of life.
-        restarts: how often ranks that died are started again.
+        restarts: how often ranks that died are started again; None for the usual number.
         listener: hears forked rank 0; inside a launcher that is this process, which needs nobody to hear it.
         ended: called where a failure is told, before anything is raised.
 
@@ -85,7 +85,7 @@ class Launcher:
                     timeout_s=self.timeout_s,
                     idle=idle,
                     fault_policy=self.fault_policy,
-                    restarts=restarts,
+                    restarts=RESTARTS if restarts is None else restarts,
                     listener=listener,
                 )[0]
             except RankFailed as failed:
