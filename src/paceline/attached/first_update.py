@@ -38,11 +38,11 @@ OF_TENSOR = "the script computes its loss itself, and a loop can't be run in par
 
 
 class _Seen(BaseException):  # which no handler of the script's takes for an error
-    """The script has come to its first loss, and this is what was found."""
+    """The script has come to its first loss, and this is what was found, or why the plan is refused."""
 
-    def __init__(self, update: FirstUpdate) -> None:
+    def __init__(self, found: FirstUpdate | PacelineError) -> None:
         super().__init__()
-        self.update = update
+        self.found = found
 
 
 def check_script(
@@ -97,9 +97,9 @@ def _looked(
     try:
         run_script(session, path, arguments)
     except _Seen as seen:
-        return seen.update
-    except _Refused as refused:
-        raise refused.error from None
+        if isinstance(seen.found, PacelineError):
+            raise seen.found from None
+        return seen.found
     except Exception as error:  # if the run has it, too, it will report it
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         return FirstUpdate("unchecked", f"the script failed before its first loss: {first_line}")
@@ -129,16 +129,8 @@ def _look(run: AttachedRun, loss: Any, batch: Any, *, resolved: Resolved, timeou
         job = _job_of(run, loss, batch)
         update = first_update(job, None, resolved, environment=None, timeout_s=timeout_s)
     except PacelineError as error:
-        raise _Refused(error) from error
+        raise _Seen(error) from error
     raise _Seen(update or FirstUpdate("passed"))
-
-
-class _Refused(BaseException):
-    """The check refuses the plan."""
-
-    def __init__(self, error: PacelineError) -> None:
-        super().__init__()
-        self.error = error
 
 
 def _job_of(run: AttachedRun, function: Callable[[Any], Any], batch: Any) -> Job:

@@ -19,6 +19,7 @@ from paceline.base.errors import TrainingError
 from paceline.job import Job
 from paceline.job.compute import BatchLossBuilder
 from paceline.job.own_step import computed_in_loop
+from paceline.model.forward_state import cells_of
 from paceline.model.reads import frozen
 from paceline.training.feed import MicroBatch
 from paceline.training.own_step.step_batch import StepBatch, map_rows
@@ -127,16 +128,9 @@ def _key(function: Any) -> Any:
     own = getattr(function, "__func__", function)
     if not hasattr(own, "__code__"):
         return frozen(function)
-    cells = [frozen(_contents(cell)) for cell in own.__closure__ or ()]
+    cells = [frozen(value) for _, value in cells_of(own)]
     bound = frozen(getattr(function, "__self__", None))
     return own.__code__, bound, frozen(own.__defaults__), frozen(own.__kwdefaults__), cells
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def refuse_recording(verb: str) -> None:

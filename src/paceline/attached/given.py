@@ -304,12 +304,3 @@ def _of_loader(loader: Any) -> dict[str, Any]:
     if fields["batch"] is None:  # the sampler's groups are the steps
         del fields["batch"]
     return fields
-
-
-def trained_tensors(modules: Iterable[nn.Module]) -> Sequence[torch.Tensor]:
-    """Return the parameters and buffers of modules, each once."""
-    return list(
-        dict.fromkeys(
-            tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
-        )
-    )

@@ -36,12 +36,6 @@ class Logged(RunPart):
         if self.run.context.world_size == 1 or is_early or step % _EVERY == 0:
             self.join()
 
-    def saving(self) -> None:
-        self.join()
-
-    def finished(self) -> None:
-        self.join()
-
     def join(self) -> None:
         """Write the figures of all ranks until now. Collective."""
         context, device, tallies = self.run.context, self.run.stepper.device, self._tallies
@@ -66,3 +60,5 @@ class Logged(RunPart):
             log.note(step, logged=logged)
             # Of the loss, the progress line has that of the latest step.
             log.figures = {k: v for k, v in {**log.figures, **logged}.items() if k != "loss"}
+
+    saving = finished = join

@@ -16,7 +16,7 @@ from paceline.attached.evaluation import evaluate
 from paceline.attached.first_batch import FirstBatch, FirstTurn
 from paceline.attached.functions import Functions, ShownBatch, cut, refuse_recording
 from paceline.attached.gather import SumsOfRows
-from paceline.attached.given import Given, trained_tensors
+from paceline.attached.given import Given
 from paceline.attached.logged import Logged
 from paceline.attached.session import ScriptProcess
 from paceline.attached.turn import Loss, Turn
@@ -110,7 +110,7 @@ class AttachedRun:
         seed: int,
     ) -> None:
         self.session, self.given, self.loader = session, given, loader
-        self.clip, self.given_state, self.callbacks = clip, dict(state), callbacks
+        self.clip, self.callbacks = clip, callbacks
         self.state = {name: _kept_as(name, each) for name, each in state.items()}
         self.variables: Mapping[str, Any] = {}  # of the script, where it attached
         self.device, self.epoch = session.context.device, 0
@@ -127,13 +127,14 @@ class AttachedRun:
         self._held: Fed | None = None  # the first batch of the epoch that is next, of a stream
         self._is_open = False  # whether batches may be taken
         self._alike = 0, -1  # the step of the last block of `alike`, and its number there
-        tensors = trained_tensors(given.models.values())
         with torch.no_grad():
             for module in given.models.values():
                 if not may_be_elsewhere(session.plan, module):
                     module.to(self.device)
             if self.world_size > 1:  # scripts may draw other weights on each rank
                 seed = value_of_one(seed, 0, device=self.device)
+                modules = nn.ModuleList(given.models.values())
+                tensors = [*modules.parameters(), *modules.buffers()]
                 _give_values_of_first_rank(tensors, self.device)
         self.seed = seed & (2**63 - 1)
 
@@ -249,9 +250,9 @@ class AttachedRun:
         if loop.run.is_copied:
             loop.run.settle()
 
-    def _lay_out(self, first: FirstBatch, loss: Loss, batch: Any) -> Turn:
-        """Build what ranks hold of the model, as the function of its loss uses it, and begin the run. Returns the
-        first batch's turn. Collective.
+    def _lay_out(self, first: FirstBatch, loss: Loss, batch: Any) -> None:
+        """Build what ranks hold of the model, as the function of its loss uses it, and begin the run with the first
+        batch's turn. Collective.
 
         Raises:
             PlanRefused: the loss is no function, or the plan can't run it.
@@ -268,11 +269,10 @@ class AttachedRun:
             first.begins(
                 partial(self._build, self.functions.recorded(first.run.job, called, shown))
             )
-        self.first, loop = None, self.loop
-        assert loop is not None
-        fed = loop.fetch()
+        self.first = None
+        fed = self._fetch()
         assert fed is not None
-        return Turn(loop, fed, reads_ahead=self._reads_ahead(fed))
+        self._open(fed)
 
     def _refuse_other_shapes(self, batch: Any) -> None:
         """Refuse a first batch whose rows have other shapes than rank 0's, of which replicas would lay out other parts.
@@ -410,7 +410,8 @@ class AttachedRun:
         if self.session.look is not None:
             self.session.look(self, loss, batch)
         if self.first is not None:
-            turn = self.turn = self._lay_out(self.first, loss, batch)
+            self._lay_out(self.first, loss, batch)
+            turn = self._turn("run.backward")
         assert isinstance(turn, Turn)
         if not turn.is_whole and callable(loss):
             loss = self.functions.called(loss, turn.state.model)
@@ -428,7 +429,11 @@ class AttachedRun:
         refuse_recording("run.log")
         turn = self._turn("run.log")
         if self.session.look is None:  # otherwise nobody reads them
-            turn = self._trained(turn, "run.log")
+            if isinstance(turn, FirstTurn):
+                raise TrainingError(
+                    "run.log is called before the first run.backward(function), where nothing is trained yet",
+                    hint="call it after run.backward(function) or run.update(), or take a data=N or shard=N plan",
+                )
             self.logged.add(figures, rows=turn.rows, whole=turn.fed.window.count)
 
     def gather(self, value: Any) -> Any:
@@ -508,19 +513,6 @@ class AttachedRun:
             seed_streams(self.seed, "alike", *self._alike)
             yield
 
-    def _trained(self, turn: Turn | FirstTurn, verb: str) -> Turn:
-        """Return the turn of a model that is laid out.
-
-        Raises:
-            TrainingError: it is the first, and nothing is trained yet.
-        """
-        if isinstance(turn, FirstTurn):
-            raise TrainingError(
-                f"{verb} is called before the first run.backward(function), where nothing is trained yet",
-                hint="call it after run.backward(function) or run.update(), or take a data=N or shard=N plan",
-            )
-        return turn
-
     def _turn(self, verb: str) -> Turn | FirstTurn:
         if self.turn is None:
             raise TrainingError(
@@ -548,8 +540,9 @@ class AttachedRun:
         kept = {id(module) for model in self.given.models.values() for module in model.modules()}
         kept |= {id(each.optimizer) for each in self.given.optimizers.values()}
         kept |= {
-            id(each) for each in (*self.given.schedules.values(), *self.given_state.values(), self)
+            id(each.holder if isinstance(each, _Contents) else each) for each in self.state.values()
         }
+        kept |= {id(each) for each in (*self.given.schedules.values(), self)}
         return sorted(
             name
             for name, value in self.variables.items()

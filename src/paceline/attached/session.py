@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.api.result import Result
 from paceline.base.errors import PlanError
@@ -35,13 +35,6 @@ _TIMEOUT_S = (
 _here: list[ScriptProcess] = []  # the session of this process, if one has begun
 
 
-class _Run(Protocol):
-    """The run of a script."""
-
-    def finish(self) -> None:
-        """End the run where it is, if it has not ended. Collective."""
-
-
 @dataclass(eq=False)
 class ScriptProcess:
     """This holds what a script's process is told: its rank, the plan, and how the run is written.
@@ -61,7 +54,7 @@ class ScriptProcess:
     around: AbstractContextManager[Any] = field(default_factory=nullcontext)
     loggers: Sequence[Callback] = ()
     look: Callable[[Any, Any, Any], None] | None = None
-    run: _Run | None = None
+    run: Any = None  # the `AttachedRun` of the script
     summary: dict[str, Any] | None = None
     controller: RunController | None = None  # of the run's callbacks
     stack: ExitStack = field(default_factory=ExitStack)  # left at the run's end

@@ -173,7 +173,7 @@ class Turn:
         Raises:
             PlanRefused: it is called for a micro-batch, or not on all ranks.
         """
-        plan, layouts = self.loop.run.plan, [part.layout for part in self.state.parts.values()]
+        plan = self.loop.run.plan
         if self.in_function and len(self.taken.pieces) > 1:
             raise PlanRefused(
                 f"plan '{plan}' runs each batch in {len(self.taken.pieces)} micro-batches, and run.gather is "
@@ -184,7 +184,7 @@ class Turn:
         if (
             self.in_function
             and sums.size > 1
-            and not all(each.meets_in_forward for each in layouts)
+            and not all(part.layout.meets_in_forward for part in self.state.parts.values())
         ):
             raise PlanRefused(
                 f"plan '{plan}' calls a loss that is a function only where a rank has rows, and run.gather in it "
@@ -352,6 +352,7 @@ def batch_of(pieces: Sequence[MicroBatch]) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
 class _Computed:
     """The layout of a model whose forward the script has run: only the backward is left.
 
@@ -359,15 +360,10 @@ class _Computed:
     meets: whether a rank without rows takes part, because others wait for it.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        loss: Loss,
-        inputs: Sequence[torch.nn.Parameter] | None,
-        *,
-        meets: bool,
-    ) -> None:
-        self.layout, self.loss, self.inputs, self.meets = layout, loss, inputs, meets
+    layout: Layout
+    loss: Loss
+    inputs: Sequence[torch.nn.Parameter] | None
+    meets: bool
 
     def run(self, batches: Sequence[MicroBatch], work: WindowWork) -> None:
         value = None

@@ -7,12 +7,10 @@ are in float64, and random operators return their means meanwhile.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import count
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +24,14 @@ from paceline.base import tables
 from paceline.base.errors import PlanError, UsageError
 from paceline.base.temporary import temporary_folder
 from paceline.job import Job
-from paceline.launch.local.launcher import Launcher
+from paceline.launch.local.ranks import run_local
 from paceline.launch.process.failure import RankFailed
 from paceline.model.randomness import WithoutRandomness
-from paceline.planner.devices import devices_of
-from paceline.planner.resolve import Resolved, resolve
+from paceline.planner.resolve import resolve
+from paceline.proof.compare import Furthest, off_by
 from paceline.proof.order import few_samples
 from paceline.proof.processes import names_of
-from paceline.proof.reference_loop import distance, greatest
+from paceline.proof.reference_loop import greatest
 from paceline.runs.documents import metrics_kind, read_lines
 from paceline.runs.folder import METRICS
 from paceline.strategies.compose import load
@@ -131,25 +129,24 @@ def verify_script(
     return verdicts
 
 
+@dataclass(frozen=True)
 class Record:
-    """Files of a folder hold what one rank computed."""
+    """What one rank computed. Its tensors are files of a folder in its run's."""
 
-    def __init__(self, folder: Path, run_dir: Path) -> None:
-        self.folder = folder
-        document = json.loads((folder / "record.json").read_text())
-        self.losses: list[float] = document["losses"]
-        self.drawn: list[list[int]] = document["drawn"]
-        # By step, kind, name, and the number among those of one name.
-        self.told: dict[tuple[int, str, str, int], float] = {}
-        for row in read_lines(run_dir / METRICS, metrics_kind):
+    folder: Path
+    losses: list[float]
+    drawn: list[list[int]]  # by step
+
+    @property
+    def told(self) -> dict[tuple[int, str, str], list[float]]:
+        """What the run told of each step, by step, kind and name."""
+        told: dict[tuple[int, str, str], list[float]] = {}
+        for row in read_lines(self.folder.parent / METRICS, metrics_kind):
             for kind in ("logged", "evaluated"):
                 for name, value in row.get(kind, {}).items():
-                    number = next(
-                        n for n in count() if (row["step"], kind, name, n) not in self.told
-                    )
-                    self.told[row["step"], kind, name, number] = (
-                        math.nan if value is None else value
-                    )
+                    values = told.setdefault((row["step"], kind, name), [])
+                    values.append(math.nan if value is None else value)
+        return told
 
     def tensors(self, step: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients and weights of a step, from 0, by names KIND/NAME."""
@@ -188,11 +185,6 @@ class Recorder:
         self.drawn.append(list(self.random.drawn))
         return len(self.losses) == self.steps
 
-    def write(self) -> None:
-        """Write what is no tensor."""
-        document = {"losses": self.losses, "drawn": self.drawn}
-        (self.folder / "record.json").write_text(json.dumps(document))
-
 
 def _whole(tensor: Any) -> torch.Tensor:
     """Return a tensor whole, on the CPU. Collective if ranks hold parts of it."""
@@ -216,54 +208,40 @@ class _Runs:
         load(resolved.plan)
         run_dir.mkdir()
 
+        def shortened(job: Job) -> Job:
+            if reverses:
+                collate: Any = job.collate
+                job = replace(job, collate=lambda items: collate(items[::-1]))
+            return few_samples(job, self.steps)
+
         def body(context: RankContext) -> Any:
             random = WithoutRandomness()
             recorder = Recorder(run_dir / f"rank-{context.rank}", self.steps, random)
             session = ScriptProcess(
                 context,
                 resolved.plan,
-                self._settings(resolved, run_dir, recorder),
+                Settings(
+                    run_dir,
+                    resolved.shares,
+                    devices=resolved.rank_devices,
+                    observer=recorder,
+                    keep=lambda: False,
+                ),
                 precision="float64",
-                change=partial(self._shortened, reverses=reverses),
+                change=shortened,
                 around=random,
             )
-            figures = run_script(session, self.script, self.arguments)
-            recorder.write()
-            return figures
+            run_script(session, self.script, self.arguments)
+            return {"losses": recorder.losses, "drawn": recorder.drawn}
 
-        Launcher(
-            None,
+        documents = run_local(
+            body,
             resolved.cluster.devices,
+            run_dir=run_dir,
             timeout_s=self.timeout_s,
             fault_policy=fault_policy(resolved.plan),
-        ).run(body, run_dir=run_dir)
-        ranks = range(resolved.plan.world_size)
-        return [Record(run_dir / f"rank-{rank}", run_dir) for rank in ranks]
-
-    def _settings(self, resolved: Resolved, run_dir: Path, recorder: Recorder) -> Settings:
-        return Settings(
-            run_dir,
-            resolved.shares,
-            devices=devices_of(resolved.plan, resolved.cluster),
-            observer=recorder,
-            keep=lambda: False,
         )
-
-    def _shortened(self, job: Job, *, reverses: bool) -> Job:
-        if reverses:
-            job = replace(job, collate=_Reversed(job.collate))
-        return few_samples(job, self.steps)
-
-
-class _Reversed:
-    """A collate function that is given the samples in reverse order."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self.collate = collate
-
-    def __call__(self, items: list[Any]) -> Any:
-        assert self.collate is not None
-        return self.collate(items[::-1])
+        return [Record(run_dir / f"rank-{rank}", **each) for rank, each in enumerate(documents)]
 
 
 class _Limits:
@@ -338,25 +316,22 @@ def _of_step(
     elsewhere = {
         name for record in records for name, _ in record.tensors(step) if plan.splits_model
     }
-    for kind in KINDS:
-        worst: tuple[float, str] | None = None
-        for rank, record in enumerate(records):
-            held = dict(record.tensors(step))
-            for name, tensor in expected.items():
-                if not name.startswith(f"{kind}/") or (name in elsewhere and name not in held):
-                    continue
-                off, allowed = _off(tensor, held.get(name)), limits.of(step, name)
+    offs: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
+    allowed: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
+    for record in records:
+        held = dict(record.tensors(step))
+        for kind in KINDS:
+            offs[kind].append({})
+        for full_name, tensor in expected.items():
+            kind, _, name = full_name.partition("/")
+            allowed[kind][name] = limits.of(step, full_name)
+            if full_name in held or full_name not in elsewhere:
+                off = offs[kind][-1][name] = _off(tensor, held.get(full_name))
                 differences[kind] = max(differences[kind], off)
-                if not off <= allowed and (worst is None or off > worst[0]):
-                    place = f" on rank {rank}" if len(records) > 1 else ""
-                    when = "in" if kind == "gradient" else "after"
-                    worst = (
-                        off,
-                        f"the {kind} of '{name.partition('/')[2]}' is off by {off:.3g} {when} step "
-                        f"{step + 1}{place}; {allowed:.3g} is allowed",
-                    )
-        if worst is not None:
-            yield worst[1]
+    for kind in KINDS:
+        furthest = Furthest.of(allowed[kind], offs[kind], step)
+        if furthest.excess > 1.0:
+            yield f"the {furthest.describe(kind, num_ranks=len(records))}"
             break
     loss = reference.losses[step]
     off = max(abs(record.losses[step] - loss) for record in records)
@@ -369,18 +344,20 @@ def _of_step(
 
 def _in_what_is_told(reference: Record, record: Record) -> Iterator[str]:
     """Yield the first figure that the script told and that differs."""
-    for place, value in reference.told.items():
-        (step, kind, name, _), other = place, record.told.get(place, math.nan)
-        if not abs(other - value) <= 1e3 * ROUNDING * max(abs(value), 1.0):
-            verb = "run.log" if kind == "logged" else "run.evaluate"
-            yield (
-                f"'{name}' of {verb} after step {step} is {other:.9g} and {value:.9g} on one device: it "
-                "must be a mean over the rows that it is given, or (sum, count)"
-            )
-            return
+    told = record.told
+    for (step, kind, name), values in reference.told.items():
+        others = told.get((step, kind, name), [])
+        for value, other in zip_longest(values, others[: len(values)], fillvalue=math.nan):
+            if not abs(other - value) <= 1e3 * ROUNDING * max(abs(value), 1.0):
+                verb = "run.log" if kind == "logged" else "run.evaluate"
+                yield (
+                    f"'{name}' of {verb} after step {step} is {other:.9g} and {value:.9g} on one device: it "
+                    "must be a mean over the rows that it is given, or (sum, count)"
+                )
+                return
 
 
 def _off(tensor: torch.Tensor, other: torch.Tensor | None) -> float:
     if other is None or other.shape != tensor.shape:
         return math.inf
-    return distance(other, tensor)
+    return off_by(other, tensor)

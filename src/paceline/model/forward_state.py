@@ -318,7 +318,7 @@ def function_kept(function: Any, apart_from: nn.Module) -> Iterator[None]:
     """
     known = set(map(id, apart_from.modules()))
     objects = [value for value in _behind(function) if id(value) not in known]
-    cells = [pair for value in (function, *objects) for pair in _cells(value)]
+    cells = [pair for value in (function, *objects) for pair in cells_of(value)]
     variables = {number: value for number, (_, value) in enumerate(cells)}
     kept = MappingSnapshots(
         [
@@ -359,11 +359,11 @@ def _behind(function: Any) -> list[Any]:
     return [
         function,
         *([] if owner is None else [owner]),
-        *(value for _, value in _cells(function) if callable(value)),
+        *(value for _, value in cells_of(function) if callable(value)),
     ]
 
 
-def _cells(function: Any) -> Iterator[tuple[Any, Any]]:
+def cells_of(function: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the cells of a function's closure, and their values."""
     for cell in getattr(function, "__closure__", None) or ():
         with suppress(ValueError):  # its variable has no value yet
