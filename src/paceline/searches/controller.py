@@ -13,8 +13,7 @@ import shutil
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -139,8 +138,12 @@ class Controller:
         Raises:
             AllFailed: trial after trial failed, and none ended well.
         """
-        with _loop_of(self.study):
+        # A sampler or a pruner may stop the study, as GridSampler does at the end of its grid.
+        self.study._thread_local.in_optimize_loop, self.study._stop_flag = True, False
+        try:
             self._run()
+        finally:
+            self.study._thread_local.in_optimize_loop = False
 
     def _run(self) -> None:
         trials = counted(self.study)
@@ -170,13 +173,15 @@ class Controller:
         """
         import optuna
 
-        unfinished = [
-            trial for trial in self._unfinished() if trial.user_attrs.get(OWNER) == self.owner
+        now = datetime.now()
+        unfinished = self._unfinished()
+        left = [trial for trial in unfinished if trial.user_attrs.get(OWNER) == self.owner]
+        left += [
+            trial
+            for trial in self._ownerless()
+            if not self.is_shared or now - (trial.datetime_start or now) > _OWNED_WITHIN
         ]
-        return [
-            optuna.trial.Trial(self.study, trial._trial_id)
-            for trial in (*unfinished, *self._abandoned())
-        ]
+        return [optuna.trial.Trial(self.study, trial._trial_id) for trial in left]
 
     def _unfinished(self) -> list[optuna.trial.FrozenTrial]:
         return [trial for trial in counted(self.study) if trial.state.name == "RUNNING"]
@@ -187,14 +192,6 @@ class Controller:
         Their controller has not claimed them yet, or was killed before it could.
         """
         return [trial for trial in self._unfinished() if OWNER not in trial.user_attrs]
-
-    def _abandoned(self) -> list[optuna.trial.FrozenTrial]:
-        now = datetime.now()
-        return [
-            trial
-            for trial in self._ownerless()
-            if not self.is_shared or now - (trial.datetime_start or now) > _OWNED_WITHIN
-        ]
 
     def _fill(self) -> None:
         """Start trials while there are devices for them."""
@@ -235,7 +232,6 @@ class Controller:
         import optuna
 
         trial.set_user_attr(OWNER, self.owner)
-        fixed = self.request.space.fixed
         try:
             params = dict(self.request.define(trial)) if self.request.define is not None else {}
         except optuna.TrialPruned as pruned:
@@ -249,7 +245,7 @@ class Controller:
                 for name, domain in self.request.space.domains.items()
                 if name not in params
             },
-            **fixed,
+            **self.request.space.fixed,
         }
         plan, wrong = self._plan_of(params)
         reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
@@ -374,8 +370,7 @@ class Controller:
         """
         running.curious.append(event)
         if running.keeps is None and event.rank == 0:
-            known = {**(running.predicted or {}), **running.figures}
-            values = [known.get(objective.name, math.nan) for objective in self.request.objectives]
+            values = self._values({**(running.predicted or {}), **running.figures})
             running.keeps = not any(
                 dominates(trial.values, values, self.study.directions)
                 for trial in front(self.study)
@@ -384,6 +379,10 @@ class Controller:
             for each in running.curious:
                 self.pool.answer(each, {"keep": running.keeps})
             running.curious.clear()
+
+    def _values(self, figures: Mapping[str, float]) -> list[float]:
+        """Return the figures that are objectives, in their order."""
+        return [figures.get(objective.name, math.nan) for objective in self.request.objectives]
 
     def _report(self, task: int, running: Running, progress: Mapping[str, Any]) -> None:
         running.num_evaluations += 1
@@ -431,7 +430,7 @@ class Controller:
         from paceline.base.files import write_json
 
         figures = {**final_figures(summary), **(running.predicted or {})}
-        values = [figures.get(objective.name, math.nan) for objective in self.request.objectives]
+        values = self._values(figures)
         running.figures, running.step = figures, summary["steps"]
         trial_dir = self._trial_dir(running.number)
         write_json(trial_dir / folder.SUMMARY, summary)
@@ -518,18 +517,6 @@ class Controller:
             self.failures[running.number] = outcome["reason"]
         else:
             self.has_success = True
-
-
-@contextmanager
-def _loop_of(study: optuna.Study) -> Iterator[None]:
-    """Allow a sampler or a pruner to stop the study inside the context, as GridSampler does at the
-    end of its grid.
-    """
-    study._thread_local.in_optimize_loop, study._stop_flag = True, False
-    try:
-        yield
-    finally:
-        study._thread_local.in_optimize_loop = False
 
 
 def suggest(trial: optuna.trial.Trial, name: str, domain: Numbers | Options) -> Any:

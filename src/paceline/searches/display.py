@@ -31,15 +31,12 @@ class StudyDisplay:
         self.num_seen = 0
         self.shown_causes: set[str] = set()
         if sys.stderr.isatty():
-            self._go_live()
+            from rich.console import Console
+            from rich.live import Live
 
-    def _go_live(self) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self.console = Console(file=sys.stderr)
-        self.live = Live("", console=self.console, refresh_per_second=4, transient=True)
-        self.live.start()
+            self.console = Console(file=sys.stderr)
+            self.live = Live("", console=self.console, refresh_per_second=4, transient=True)
+            self.live.start()
 
     def update(self, controller: Controller) -> None:
         """Show what has changed."""
@@ -49,12 +46,13 @@ class StudyDisplay:
             self.num_seen = controller.num_done
             self._tell_news(controller)
         now_s = time.monotonic()
-        if self.live is not None and now_s - self.shown_s >= _LIVE_EVERY_S:
-            self.shown_s = now_s
-            self.live.update(self._table(controller))
-        elif self.live is None and now_s - self.shown_s >= PLAIN_EVERY_S:
-            self.shown_s = now_s
+        if now_s - self.shown_s < (PLAIN_EVERY_S if self.live is None else _LIVE_EVERY_S):
+            return
+        self.shown_s = now_s
+        if self.live is None:
             self._say(self._line(controller))
+        else:
+            self.live.update(self._table(controller))
 
     def close(self) -> None:
         if self.live is not None:

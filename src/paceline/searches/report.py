@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.document import strict
 from paceline.job.file import JobFile
-from paceline.searches.controller import common_cause
 from paceline.searches.objectives import Objective
 from paceline.searches.storage import quiet
 from paceline.searches.trials import RECORD, TEST, best_trial, counted, front, state_of
@@ -145,12 +144,3 @@ def _importances(study: optuna.Study, index: int) -> dict[str, float]:
         except (ValueError, RuntimeError):  # fewer than two trials, or all alike
             return {}
     return {name: float(value) for name, value in shares.items()}
-
-
-def failure_summary(reasons: Sequence[str]) -> str:
-    """Return one line about the trials that failed."""
-    return (
-        f"{len(reasons)} trial{'s' * (len(reasons) != 1)} failed, {common_cause(reasons)}"
-        if reasons
-        else ""
-    )

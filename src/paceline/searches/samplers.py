@@ -32,10 +32,6 @@ def _gp(samplers: Any, seed: int) -> Any:
     return samplers.GPSampler(seed=seed, warn_independent_sampling=False)
 
 
-def _nsga2(samplers: Any, seed: int) -> Any:
-    return samplers.NSGAIISampler(seed=seed)
-
-
 def _evolution(samplers: Any, seed: int) -> Any:
     from paceline.searches.evolution import EvolutionSampler
 
@@ -47,7 +43,7 @@ SAMPLERS: Mapping[str, Callable[[Any, int], Any]] = {
     "tpe": _tpe,
     "cmaes": _cmaes,
     "gp": _gp,
-    "nsga2": _nsga2,
+    "nsga2": lambda samplers, seed: samplers.NSGAIISampler(seed=seed),
     "evolution": _evolution,
 }
 # Each function takes the number of evaluations of a trial, or None if it is not known.

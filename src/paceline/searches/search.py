@@ -321,8 +321,11 @@ def _finish(study: Any, request: Request, run_dir: Path, controller: Controller)
             hint=f"the logs are in {run_dir / 'trials'}",
         )
     document = _write(study, request, run_dir, final=True)
-    if controller.failures:
-        print(report.failure_summary(list(controller.failures.values())), file=sys.stderr)
+    if reasons := list(controller.failures.values()):
+        print(
+            f"{len(reasons)} trial{'s' * (len(reasons) != 1)} failed, {common_cause(reasons)}",
+            file=sys.stderr,
+        )
     return StudyResult(document, run_dir)
 
 

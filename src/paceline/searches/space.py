@@ -123,7 +123,8 @@ def read(
                 continue
             domains[name] = domain
             if default is not inspect.Parameter.empty and (name not in varied or default in domain):
-                _check_default(domain, default)
+                if default not in domain:
+                    raise ValueError(f"its default {default!r} is not in {domain}")
                 defaults[name] = default
         except ValueError as error:
             faults.append(f"parameter '{name}': {error}")
@@ -226,20 +227,13 @@ def _listed(kind: Any) -> list[Any]:
         return [value for part in parts for value in part] if all(parts) else []
     if kind is types.NoneType:
         return [None]
-    values = (
-        get_args(kind)
-        if get_origin(kind) is Literal
-        else (
-            [member.value for member in kind]
-            if isinstance(kind, type) and issubclass(kind, Enum)
-            else []
-        )
-    )
-    return (
-        list(values)
-        if all(value is None or type(value) in (bool, int, str) for value in values)
-        else []
-    )
+    values: list[Any] = []
+    if get_origin(kind) is Literal:
+        values = list(get_args(kind))
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        values = [member.value for member in kind]
+    is_plain = all(value is None or type(value) in (bool, int, str) for value in values)
+    return values if is_plain else []
 
 
 def _marks_inside(kind: Any) -> Iterator[Range | Log]:
@@ -257,7 +251,7 @@ def _numbers(mark: Range | Log, plain: Any) -> Numbers:
     """
     if plain not in (int, float):
         raise ValueError(
-            f"{mark} is for whole numbers (int) and numbers (float), not for {_name(plain)}"
+            f"{mark} is for whole numbers (int) and numbers (float), not for {getattr(plain, '__name__', plain)}"
         )
     step = mark.step if isinstance(mark, Range) else None
     ends = [mark.low, mark.high] if step is None else [mark.low, mark.high, step]
@@ -277,12 +271,3 @@ def _numbers(mark: Range | Log, plain: Any) -> Numbers:
         low, high, step = int(mark.low), int(mark.high), None if step is None else int(step)
         return Numbers(low, high, step, isinstance(mark, Log), whole=True)
     return Numbers(float(mark.low), float(mark.high), step, isinstance(mark, Log), whole=False)
-
-
-def _name(kind: Any) -> str:
-    return getattr(kind, "__name__", None) or str(kind)
-
-
-def _check_default(domain: Domain, default: Any) -> None:
-    if default not in domain:
-        raise ValueError(f"its default {default!r} is not in {domain}")
