@@ -136,20 +136,15 @@ def _devices(plan: str | Plan | None, devices: str | None) -> tuple[Device, ...]
             hint="plan='data=2', or pl.plan(pl.keras.job(model, x, y, ...))",
         )
     requested = Plan.read(plan) if plan is not None else None
-    size = (
-        requested.world_size
-        if requested is not None
-        else len(Cluster.local(devices).devices)
-        if devices is not None
-        else 1
-    )
+    size = requested.world_size if requested is not None else 1
     if requested is not None and requested != Plan.of(data=size):
         raise PlanError(
             f"plan '{requested}' is not one that fit knows",
             hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{requested}')",
         )
-    cluster = Cluster.local(devices, num_ranks=size)
-    if len(cluster.devices) != size:
+    is_counted = requested is None and devices is not None
+    cluster = Cluster.local(devices, num_ranks=None if is_counted else size)
+    if len(cluster.devices) != size and not is_counted:
         raise PlanError(
             f"plan '{requested}' needs {size} devices and devices= names {len(cluster.devices)}",
             hint="one device a rank",

@@ -69,18 +69,11 @@ def _of_all_ranks(part: Part, logs: Any) -> Any:
     floats = [tensor for tensor in tensors_of(logs) if tensor.is_floating_point()]
     if not floats:
         return logs
-    own_values = torch.cat(
-        [tensor.detach().reshape(-1).cpu().double() for tensor in floats]
-    ).reshape(1, -1)
-    all_ranks = part.group.gather(own_values, [1] * part.group.size)
+    own_values = torch.cat([tensor.detach().reshape(-1).cpu().double() for tensor in floats])
+    all_ranks = part.group.gather(own_values.reshape(1, -1), [1] * part.group.size)
     if bool(((all_ranks == all_ranks[0]) | all_ranks.isnan()).all()):
         return logs
-    weights = torch.tensor(part.counts, dtype=torch.float64).reshape(-1, 1) / part.total
-    means = iter(
-        torch.where(weights > 0, all_ranks * weights, 0)
-        .sum(dim=0)
-        .split([tensor.numel() for tensor in floats])
-    )
+    means = iter(part.sum(own_values * part.weight).split([tensor.numel() for tensor in floats]))
     return map_tensors(
         lambda tensor: (
             next(means).reshape(tensor.shape).to(tensor) if tensor.is_floating_point() else tensor

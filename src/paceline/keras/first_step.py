@@ -179,7 +179,11 @@ def _difference(actual: Any, expected: Any) -> str | None:
     """Return what differs from one process, in words; None if nothing does."""
     for kind in ("gradient", "variable", "value"):
         tensors: dict[str, Any] = expected[kind]
-        sizes = {name: _size(tensor) for name, tensor in tensors.items() if tensor is not None}
+        sizes = {  # each is the largest absolute value that is finite
+            name: greatest([tensor.detach().double().nan_to_num(0.0, 0.0, 0.0)])
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
         floor = _FLOOR * max(sizes.values(), default=0.0)
         limits = {name: _relative(tensors[name]) * max(size, floor) for name, size in sizes.items()}
         offs = {
@@ -199,11 +203,6 @@ def _relative(expected: torch.Tensor) -> float:
     # Keras multiplies matrices in float32 even where its variables are float64.
     eps = max(torch.finfo(dtype).eps for dtype in (expected.dtype, torch.float32))
     return ROUNDINGS * float(eps**0.5)
-
-
-def _size(tensor: torch.Tensor) -> float:
-    """Return the largest absolute value that is finite."""
-    return greatest([tensor.detach().double().nan_to_num(0.0, 0.0, 0.0)])
 
 
 def _off_by(value: Any, expected: Any) -> float:

@@ -129,13 +129,8 @@ def reduced(
                 ),
             ]
         )
-        if not part.count:  # not a product: what a stand-in computes may be infinite
-            flat[: -len(places)] = 0
-        flat = part.group.sum(flat)
-        users, start = flat[-len(places) :].tolist(), 0
-        for i, num_users in zip(places, users, strict=True):
-            size = like[i].numel()
+        *sums, users = part.sum(flat).split([*(like[i].numel() for i in places), len(places)])
+        for i, total, num_users in zip(places, sums, users.tolist(), strict=True):
             if num_users:
-                means[i] = flat[start : start + size].reshape(like[i].shape).clone()
-            start += size
+                means[i] = total.reshape(like[i].shape).clone()
     return means

@@ -11,10 +11,10 @@ import torch
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 
+from paceline.keras.tensors import PLAIN
 from paceline.torch_private.autograd import version_of
 from paceline.training.parts.drift import fingerprint
 
-_PLAIN = (bool, int, float, str, type(None))
 # What Keras's own loop writes between steps, and no step reads.
 _OF_THE_LOOP = frozenset({"training", "stop_training", "stop_evaluating", "stop_predicting"})
 
@@ -69,7 +69,7 @@ def structure(model: Any, model_variables: Iterable[Any]) -> list[Any]:
 
 def _attributes(part: Any) -> Iterator[tuple[str, str]]:
     for name, value in vars(part).items():
-        if isinstance(value, _PLAIN) and name not in _OF_THE_LOOP:
+        if isinstance(value, PLAIN) and name not in _OF_THE_LOOP:
             yield name, repr(value)
 
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import torch
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 _TENSORS = (torch.Tensor, np.ndarray, np.generic, keras.Variable)
 
 
@@ -24,7 +24,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         if isinstance(leaf, _TENSORS):
             leaf = leaf.value if isinstance(leaf, keras.Variable) else leaf
             return function(torch.as_tensor(leaf))
-        if isinstance(leaf, _PLAIN):
+        if isinstance(leaf, PLAIN):
             return leaf
         raise TypeError(f"a {type(leaf).__name__}")
 

@@ -36,7 +36,11 @@ class Apart:
     ) -> None:
         pipes = [multiprocessing.Pipe() for _ in range(num_pipes)]
         self.connections, ends = [ours for ours, _ in pipes], [theirs for _, theirs in pipes]
-        rest = partial(in_a_fresh_process, partial(_whole, begin), ends) if is_sent else begin(ends)
+        rest = (
+            partial(in_a_fresh_process, lambda theirs: begin(theirs)(), ends)
+            if is_sent
+            else begin(ends)
+        )
         self._answer: Any = None
         self._error: BaseException | None = None
 
@@ -77,7 +81,3 @@ class Apart:
         for connection in self.connections:
             connection.close()
         self._thread.join(wait_s)
-
-
-def _whole(begin: Callable[..., Callable[[], Any]], connections: Sequence[Connection]) -> Any:
-    return begin(connections)()
