@@ -54,12 +54,10 @@ class _Rule:
     def __init__(self, optimizer: Any, named: dict[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
         self.variables = {
-            id(parameter): _variable(name, parameter) for name, parameter in named.items()
+            parameter: _variable(name, parameter) for name, parameter in named.items()
         }
         optimizer.build(list(self.variables.values()))
-        self.kept: dict[int, dict[str, Any]] = {
-            id(variable): {} for variable in self.variables.values()
-        }
+        self.kept: dict[nn.Parameter, dict[str, Any]] = {each: {} for each in self.variables}
         self.shared: dict[str, Any] = {}
         for name, value in vars(optimizer).items():
             if name in _NOT_STATE:
@@ -67,9 +65,9 @@ class _Rule:
             if isinstance(value, keras.Variable):
                 self.shared[name.strip("_")] = value
             elif isinstance(value, list) and len(value) == len(named):  # one for each parameter
-                for variable, slot in zip(self.variables.values(), value, strict=True):
+                for kept, slot in zip(self.kept.values(), value, strict=True):
                     if isinstance(slot, keras.Variable):
-                        self.kept[id(variable)][name.strip("_")] = slot
+                        kept[name.strip("_")] = slot
 
     def update(self, used: list[nn.Parameter], state: Any, group: dict[str, Any]) -> None:
         self._adopt(used, state)
@@ -81,31 +79,21 @@ class _Rule:
             )  # of a Keras schedule, by the number of steps
         self.optimizer.apply(
             [parameter.grad for parameter in used],
-            [self.variables[id(parameter)] for parameter in used],
+            [self.variables[parameter] for parameter in used],
         )
         for parameter in used:
-            for name, variable in self.kept[id(self.variables[id(parameter)])].items():
+            for name, variable in self.kept[parameter].items():
                 state[parameter][name] = variable._value.detach()
             for name, variable in self.shared.items():
                 state[parameter][name] = variable._value.detach().clone()
 
     def _adopt(self, used: list[nn.Parameter], state: Any) -> None:
         """Go on with the state that is there, which may be a checkpoint's, where the parameters are by now."""
-        move(
-            (
-                *self.shared.values(),
-                *(
-                    slot
-                    for parameter in used
-                    for slot in self.kept[id(self.variables[id(parameter)])].values()
-                ),
-            ),
-            used[0].device,
-        )
+        move(self.shared.values(), used[0].device)
         for parameter in used:
-            variable = self.variables[id(parameter)]
-            variable._value = parameter
-            for name, slot in self.kept[id(variable)].items():
+            self.variables[parameter]._value = parameter
+            move(self.kept[parameter].values(), used[0].device)
+            for name, slot in self.kept[parameter].items():
                 if name in state[parameter]:
                     slot._value = state[parameter][name]
         for name, variable in self.shared.items():
