@@ -4,7 +4,7 @@ greatest norm that is allowed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,33 +15,79 @@ from paceline.strategies.mesh import Mesh, axes_cut, local_part
 
 
 def squared_norm(
+    greatest: float | None,
     parameters: Mapping[str, torch.nn.Parameter],
     owned: Collection[str],
     mesh: Mesh,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the squared norm of the gradients of these parameters, over all parts of the model; 0
-    without gradients.
+    """Return the squared norm of the gradients of these parameters, over all parts of the model.
 
-    The result is a scalar in float64. Collective if gradients are sharded or in stages.
+    The result is a scalar in float64; 0 without a greatest norm. Collective if gradients are
+    sharded or in stages.
 
     owned: names of parameters for which this rank is responsible.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    cut: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    if greatest is None:
+        return squares
+
+    def square(gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.get_total_norm(gradients.values()).to(squares).square()
+
+    return _over_parts(square, squares, parameters, owned, mesh)
+
+
+def squared_norms(
+    names: Iterable[str],
+    parameters: Mapping[str, torch.nn.Parameter],
+    owned: Collection[str],
+    mesh: Mesh,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the squared norm of the gradient of each name, over all parts of the model, in
+    float64; 0 where there is no gradient.
+
+    Collective if gradients are sharded or in stages. names: of parameters on whichever rank they
+    are, in the same order on all ranks.
+    """
+    squares = torch.zeros(len(names := list(names)), dtype=torch.float64, device=device)
+
+    def square(gradients: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        norms = torch.zeros_like(squares)
+        for place, name in enumerate(names):
+            if name in gradients:
+                norms[place] = torch.linalg.vector_norm(gradients[name])
+        return norms.square()
+
+    return _over_parts(square, squares, parameters, owned, mesh)
+
+
+def _over_parts(
+    square: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
+    squares: torch.Tensor,
+    parameters: Mapping[str, torch.nn.Parameter],
+    owned: Collection[str],
+    mesh: Mesh,
+) -> torch.Tensor:
+    """Add the squares of all parts of the model to `squares`. Collective if gradients are sharded
+    or in stages.
+
+    square: Squares this rank's gradients by name, which are cut along the same axes.
+    """
+    cut: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
     for name, p in parameters.items():
         dense = with_dense_gradient(p)
         if dense.grad is not None and name in owned:
             gradient = local_part(dense.grad)
-            cut.setdefault(axes_cut(dense), []).append(
+            cut.setdefault(axes_cut(dense), {})[name] = (
                 torch.view_as_real(gradient) if gradient.is_complex() else gradient
             )
     # Ranks that hold parts of the model have other parameters, but cut them along the same axes.
     for axes in mesh.cut_by:
         gradients, meets = cut.get(axes), all(mesh.sizes[axis] > 1 for axis in axes)
         if gradients or (axes and meets):
-            norm = torch.nn.utils.get_total_norm(gradients or [])
-            squared = norm.to(squares).square()
+            squared = square(gradients) if gradients else torch.zeros_like(squares)
             for axis in axes if meets else ():
                 dist.all_reduce(squared, group=mesh.group(axis))
             squares += squared

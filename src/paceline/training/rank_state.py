@@ -382,7 +382,7 @@ class RankState:
             schedule = schedule.of(name) if schedule is not None else None
         if greatest is not None and norm is None:
             owned = self.layout.owned
-            norm = squared_norm(parameters, owned, self.mesh, self.device).sqrt()
+            norm = squared_norm(greatest, parameters, owned, self.mesh, self.device).sqrt()
         clip(greatest, parameters, norm)
         self.update(optimizer)
         if self.merges_edits:

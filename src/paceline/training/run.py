@@ -19,7 +19,7 @@ from paceline.runs.folder import SPLIT
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.plan import Plan
 from paceline.training import state
-from paceline.training.clipping import squared_norm
+from paceline.training.clipping import squared_norms
 from paceline.training.prefetch import Fed
 from paceline.training.run_log import RunLog, learning_rate
 from paceline.training.settings import Settings
@@ -295,12 +295,15 @@ class TrainingRun(RankRun):
         The same on all ranks; where replicas take steps of their own, on those of one replica. Collective among the
         ranks of one replica.
         """
-        stepper, owned = self.stepper, self.stepper.layout.owned
-        norms: list[torch.Tensor] = []
-        for name in stepper.trainable:
-            here = {n: p for n, p in stepper.parameters.items() if n == name}
-            norms.append(squared_norm(here, owned, self.mesh, self.context.device).sqrt())
-        return dict(zip(stepper.trainable, torch.stack(norms).tolist(), strict=True))
+        stepper = self.stepper
+        squares = squared_norms(
+            stepper.trainable,
+            stepper.parameters,
+            stepper.layout.owned,
+            self.mesh,
+            self.context.device,
+        )
+        return dict(zip(stepper.trainable, squares.sqrt().tolist(), strict=True))
 
     def tell_layout(self) -> None:
         """Say how the model was laid out, where there is something to say."""

@@ -184,9 +184,7 @@ class TrainingStep:
         state, parameters = self.state, backward.parameters
         state.freezing.let_go(parameters, self.number, self.window.epoch)
         overflow = None if state.scaling is None else state.unscale(parameters)
-        squares = torch.zeros((), dtype=torch.float64, device=state.device)
-        if self.clip is not None:
-            squares = squared_norm(parameters, state.layout.owned, state.mesh, state.device)
+        squares = squared_norm(self.clip, parameters, state.layout.owned, state.mesh, state.device)
         message = self._message(backward, is_last=True)
         if overflow is not None:
             message[OVERFLOWS] = overflow
