@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -118,19 +118,18 @@ def test_signs_of_life_while_a_worker_joins(coordinator: Coordinator):
 
 
 class Asks:
-    """Callbacks during whose question a worker is lost."""
+    """Controls a run, and loses a worker while its callbacks are asked."""
 
-    wants_attention = False
+    hooks = frozenset({"on_epoch_end", "on_evaluation"})
 
     def __init__(self, lose: Callable[[], None]) -> None:
         self.lose = lose
 
-    def has(self, hook: str) -> bool:
-        return True
-
-    def ask(self, event: dict[str, Any]) -> dict[str, Any]:
+    def on_question(self, event: Mapping[str, Any], exchange: Any) -> dict[str, Any]:
         self.lose()
         return {}
+
+    def tell_slow(self, after_s: float) -> None: ...
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -144,7 +143,7 @@ def test_a_worker_lost_while_callbacks_hear_of_its_evaluation(
         if comes_back:
             _hear(coordinator, replace(WORKER, incarnation=8), {"joined": Played()})
 
-    coordinator.callbacks.control = Asks(lose)  # type: ignore[assignment]
+    coordinator.callbacks.controller = Asks(lose)  # type: ignore[assignment]
     sums = {"sums": 1, "names": ["loss"], "values": [[3.0, 2.0]], "refused": [], "stop": False}
     coordinator.inbox.put((WORKER, sums))
     coordinator.evaluations.evaluate()
@@ -159,7 +158,7 @@ def test_nobody_is_given_up_for_what_server_0_could_not_hear(coordinator: Coordi
     def pass_time() -> None:
         worker.heard_s -= coordinator.context.timeout_s
 
-    coordinator.callbacks.control = Asks(pass_time)  # type: ignore[assignment]
+    coordinator.callbacks.controller = Asks(pass_time)  # type: ignore[assignment]
     coordinator.run.due, coordinator.evaluations.ended_epochs = {"epoch"}, [0]
     coordinator._stop_here()
     coordinator.reception.give_up_silent()

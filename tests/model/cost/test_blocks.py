@@ -294,7 +294,7 @@ def test_a_model_may_be_converted_where_it_is_built():
         return model.to(torch.float64)
 
     profile = profile_job(make_job(built))
-    assert profile.exact
+    assert not profile.notes
     assert profile.parameter_bytes == 8 * sum(p.numel() for p in built().parameters())
 
 

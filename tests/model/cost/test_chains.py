@@ -12,8 +12,9 @@ from torch import nn
 
 from paceline.cluster.cluster import Cluster
 from paceline.job import Job
-from paceline.model.cost import profile_job, trace
+from paceline.model.cost import trace
 from paceline.model.cost.repeated_layers import Chain
+from paceline.model.cost.trace import profile_job
 from paceline.planner.pieces import LazyPieces
 from paceline.planner.problem import PlanningProblem
 from paceline.strategies.stages.price import SplitJob

@@ -13,7 +13,8 @@ from torch import nn
 from paceline import Plan
 from paceline.strategies.mesh import Mesh
 from paceline.strategies.state_tensors import SavedState, StateTensor
-from paceline.strategies.step_sync import StepFigures, SyncedFigures
+from paceline.strategies.step_sync import StepFigures, StepSync, SyncedFigures
+from paceline.strategies.synchroniser import Synchroniser
 
 from . import AXIS
 
@@ -24,30 +25,18 @@ def prepare(model: nn.Module, *, plan: Plan, mesh: Mesh, **_: Any) -> Ring:
     return Ring({name: p for name, p in parameters if p.requires_grad}, mesh)
 
 
-class Ring:
-    """Tells the step when ranks meet, as `Meetings`, and has nothing to do with gradients, as a `Synchroniser`."""
+class Ring(StepSync, Synchroniser):
+    """Lets each replica step by itself and then meet its neighbours. Gradients stay where they are."""
 
     has_own_steps = True
     world_size = 1  # a step's figures are this replica's own
+    sent_bytes = 0.0
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         self.parameters, self.group = dict(parameters), mesh.group(AXIS.name)
         self.place, ranks = mesh.coordinates[AXIS.name], mesh.ranks_along(AXIS.name)
         self.num_replicas = len(ranks)
         self.neighbours = sorted({ranks[self.place - 1], ranks[(self.place + 1) % len(ranks)]})
-        self.met_bytes = self.sent_bytes = 0.0
-
-    def begin(self, *, last: bool) -> None:
-        """Gradients stay here."""
-
-    def unused(self) -> set[str]:
-        return set()
-
-    def finish(self) -> None:
-        """Gradients stay here."""
-
-    def all_reduce_figures(self, figures: torch.Tensor) -> torch.Tensor:
-        return figures
 
     @torch.no_grad()
     def end_step(
@@ -81,9 +70,6 @@ class Ring:
     def finalize(self, step: int) -> None:
         """The run ends with the mean of all replicas."""
         self._take(self.global_weights(self.parameters))
-
-    def drain(self) -> None:
-        """Nothing is under way between steps."""
 
     @torch.no_grad()
     def global_weights(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
