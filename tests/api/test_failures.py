@@ -35,6 +35,7 @@ from paceline.job.file import JobFile
 from paceline.launch.local import ranks as local_ranks
 from paceline.launch.process import watchdog
 from paceline.launch.process.supervisor import Supervisor
+from paceline.training.parts.saves import Saves
 from tests.commands import Command
 
 pytestmark = [pytest.mark.usefixtures("nothing_left", "quick")]
@@ -487,6 +488,30 @@ def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int)
     assert saved_steps(run_dir) == [2]
     monkeypatch.setattr(write, "write_tensors", write_tensors)
     assert paceline.train(a_job(), "data=2", run=run_dir, resume=True)["steps"] == 6
+
+
+def test_a_full_disk_of_which_another_rank_hears_first(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Rank 0 leaves before rank 1 looks at its own save, and rank 1 finds itself alone in the next step."""
+    write_tensors, counted = write.write_tensors, Saves.counted
+
+    def write_or_fail(path: Path, sources: Any, *wrote: Any) -> Any:
+        if rank() == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write_tensors(path, sources, *wrote)
+
+    def counted_late(saves: Saves) -> None:
+        if saves.run.step <= 2:
+            counted(saves)
+        elif rank() == 0:
+            saves.end()
+
+    monkeypatch.setattr(write, "write_tensors", write_or_fail)
+    monkeypatch.setattr(Saves, "counted", counted_late)
+    failing(a_job(), run_dir, save_every=2)
+    failure = json.loads((run_dir / "summary.json").read_text())["failure"]
+    assert (failure["reason"], failure["rank"]) == ("checkpoint_error", 1)
 
 
 @pytest.fixture

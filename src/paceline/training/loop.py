@@ -11,7 +11,7 @@ import time
 from functools import cached_property, partial
 from typing import Any
 
-from paceline.base.errors import CallbackError, Preempted
+from paceline.base.errors import CallbackError, PeerLost, Preempted
 from paceline.job import Job
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.malloc import HeapTrimmer
@@ -111,6 +111,9 @@ class Loop:
                 return self.finish()  # a request that comes now must not cost the last checkpoint
         except CallbackError as error:
             self.saves.save_before(error)
+            raise
+        except (PeerLost, RuntimeError):
+            self.saves.check()  # others leave a rank whose save has failed, perhaps before it looks
             raise
 
     def restore(self) -> None:

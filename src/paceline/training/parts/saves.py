@@ -62,8 +62,7 @@ class Saves(RunPart):
 
     def counted(self) -> None:
         run = self.run
-        if self.writer is not None:
-            self.writer.poll()
+        self.check()
         if run.settings.save_every and run.step % run.settings.save_every == 0:
             run.due.add("save")
         self._prepares |= bool(run.settings.save_every) and run.log.speed.steps == 1
@@ -149,6 +148,15 @@ class Saves(RunPart):
             error.args = (f"{error.args[0]}; a checkpoint is saved",)
             if isinstance(error, Preempted):
                 error.hint = f"the same command with --run {run.run_dir} --resume goes on from here"
+
+    def check(self) -> None:
+        """Return at once, unless the save in the background has failed.
+
+        Raises:
+            CheckpointError: it has.
+        """
+        if self.writer is not None:
+            self.writer.poll()
 
     def end(self) -> None:
         """Return when what is being saved is committed. Collective."""
