@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from conditions import until
 
@@ -19,10 +21,11 @@ from paceline.base.errors import ClusterError, PeerLost
 from paceline.cluster.devices import Device
 from paceline.launch.hosts import launcher_rank
 from paceline.launch.hosts.environment import Environment
-from paceline.launch.hosts.launcher_rank import JoinedRank, agree, join
+from paceline.launch.hosts.launcher_rank import JoinedRank, agree, join, run_joined
 from paceline.launch.process import host_context
+from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure, RankFailed, failure_of
-from paceline.launch.process.heartbeats import Heartbeat
+from paceline.launch.process.heartbeats import Heartbeat, HeartbeatTable
 
 
 def _environment(port: int, *, launcher: str = "torchrun", rank: int = 0) -> Environment:
@@ -148,3 +151,26 @@ def test_the_rank_that_failed_writes_why(heard: bool, monkeypatch: pytest.Monkey
         rank.end(failure, None)
     assert reported == [failure]
     assert bool(written) != heard
+
+
+def test_a_rank_that_fails_tells_why_though_it_is_asked_to_end(monkeypatch: pytest.MonkeyPatch):
+    """torchrun's agent ends the others as soon as one rank has died, before they have told which one."""
+    asked: list[int] = []
+    context = RankContext(0, 1, 1, torch.device("cpu"), None, HeartbeatTable(1), 0, "attempt")
+
+    def failing(body: object, context: RankContext, *given: object, **also: object) -> object:
+        with suppress(PeerLost), context.stoppable():
+            raise PeerLost("rank 1 is gone")
+        signal.raise_signal(signal.SIGTERM)
+        return None, "why", None
+
+    joined = SimpleNamespace(
+        context=context, store=None, report_end=None, end=lambda *why: asked.extend(why)
+    )
+    monkeypatch.setattr(launcher_rank, "run_rank", failing)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    try:
+        run_joined(lambda context: None, joined, SimpleNamespace(), run_dir=None)  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == ["why", None]

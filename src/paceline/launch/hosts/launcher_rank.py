@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.base import signals
 from paceline.base.errors import ClusterError, PacelineError, PeerLost
 from paceline.base.logs import leave_live_line
 from paceline.base.waiting import waiting
@@ -144,16 +146,25 @@ def run_joined(
     Raises:
         RankFailed: on the rank that tells of a failure; the others leave with the exit codes of their own failures.
     """
-    result, failure, log = run_rank(
-        body,
-        joined.context,
-        device,
-        make_store=lambda: joined.store,
-        run_dir=run_dir,
-        report=joined.report_end,
-        fault_policy=fault_policy,
-    )
-    joined.end(failure, log)
+
+    def request(number: int) -> None:
+        if (
+            not joined.context.was_stoppable
+        ):  # else it tells why it ends, which an agent would cut off
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    with signals.handled(signals.PREEMPTING, request):
+        result, failure, log = run_rank(
+            body,
+            joined.context,
+            device,
+            make_store=lambda: joined.store,
+            run_dir=run_dir,
+            report=joined.report_end,
+            fault_policy=fault_policy,
+        )
+        joined.end(failure, log)
     return result
 
 

@@ -52,6 +52,7 @@ class RankContext:
     faults: that strike this rank, in a run that is rehearsed.
     copies: memory for copies of the run's state, for ranks that are started again, by slot; None without restarts.
     host_copies: the same memory, where each of several hosts has its own and reads what the others have.
+    was_stoppable: whether a block of `stoppable` has ended, as training did then.
     is_watched: whether the process that started it looks for hangs, and ends it when it is asked to stop again.
     watch: looks for hangs of this host's ranks, where no process outside of them does.
     """
@@ -80,6 +81,7 @@ class RankContext:
     faults: FaultInjector | None = None
     copies: StateCopies | None = None
     host_copies: HostCopies | None = None
+    was_stoppable: bool = False
     is_watched: bool = False
     watch: OutsideWatch | None = None
 
@@ -142,4 +144,7 @@ class RankContext:
             )  # Ctrl-C reaches a rank twice: itself and by its parent
 
         with signals.handled(signals.STOPPING, request):
-            yield
+            try:
+                yield
+            finally:
+                self.was_stoppable = True
