@@ -203,16 +203,18 @@ class JoinedRank:
             if need_each_other
             else None
         )
+        # What the host's process looks at.
+        hosts_board = hosted_rank.board if hosted_rank is not None else None
         self.board, slot = (
-            (hosted_rank.board, hosted_rank.slot)
-            if hosted_rank is not None and hosted_rank.board is not None
+            (hosts_board, hosted_rank.slot)
+            if hosted_rank is not None and hosts_board is not None
             else (
                 HeartbeatTable.of_launch(attempt, environment.world_size),
                 environment.rank,
             )
         )
         self.board.write(slot, 0, "build")  # it is watched from here on
-        if hosted_rank is None:
+        if hosts_board is None:
             be_watched(self.board, slot)
         self.context = RankContext(
             environment.rank,
@@ -234,7 +236,7 @@ class JoinedRank:
         )
         if fault_policy.uses_process_group and not device.is_limit:
             _give_copies(self.context)
-        if hosted_rank is None:
+        if hosts_board is None:
             self.context.watch = self._watch(need_each_other)
 
     def _watch(self, need_each_other: bool) -> OutsideWatch:
@@ -284,7 +286,7 @@ class JoinedRank:
         """
         if failure is not None:
             self._report(failure := explained(failure, self.context))
-        if self.hosted_rank is None:
+        if self.context.watch is not None:
             self.board.set_process(self.context.slot, 0)
         self.board.remove()
         if self.liveness:
