@@ -32,7 +32,7 @@ class Environment:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What `current` reads, for the environment of this process."""
+        """The variables from which a rank's process reads this by `current`."""
         return {
             "PACELINE_LAUNCHER": self.launcher,
             "RANK": str(self.rank),

@@ -129,7 +129,7 @@ class JsonBackend(RendezvousBackend):
 
 
 def asked(timeout_s: float, ask: Callable[[], Any]) -> Any:
-    """What the store where hosts meet says, which is not None.
+    """Return what the store where hosts meet says, which is not None.
 
     Raises:
         RendezvousConnectionError: it gives no answer in time.

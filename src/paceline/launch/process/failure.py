@@ -380,7 +380,7 @@ def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:
 
 
 def left_in(store: Any, numbers: Iterable[int]) -> list[Failure]:
-    """The reports that ranks, or hosts, of these numbers have left in a store."""
+    """Return the reports that ranks, or hosts, of these numbers have left in a store."""
     keys = [f"failure/{number}" for number in numbers]
     return [Failure.from_json(store.get(key).decode()) for key in keys if store.check([key])]
 

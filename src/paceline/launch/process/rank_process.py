@@ -63,7 +63,7 @@ def run_rank(
 
 
 def store_in(path: Path, world_size: int) -> Callable[[], dist.Store] | None:
-    """How forked ranks make the store that they share in a file; None for a single rank."""
+    """Return what makes the store that forked ranks share in a file; None for a single rank."""
     return (lambda: dist.FileStore(str(path), world_size)) if world_size > 1 else None
 
 
