@@ -82,7 +82,15 @@ _VALUES: Mapping[str, str] = {
     "slow": "RANK:TIMESx",
 }
 # Present options by former names, which work for one more version, as --patience does for --timeout.
+# An option that is gone has a hint on what to do instead.
 _OLD: Mapping[str, Mapping[str, str]] = {
+    "train": {
+        "--spares": "after a GPU has failed, --resume --devices NAMES continues on other ones"
+    },
+    "doctor": dict.fromkeys(
+        ("--between-hosts", "--hosts"),
+        "python scripts/check-hosts, in Paceline's checkout, checks the network between hosts",
+    ),
     "plan": {
         "--gpus": "--cluster",
         "--price": "--price-per-hour",

@@ -200,6 +200,20 @@ def test_run_refuses_options_that_would_be_lost_on_the_script(words: str, said: 
 
 
 @pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("train job.py --spares 1", "hint: after a GPU has failed, --resume --devices NAMES"),
+        ("doctor --between-hosts", "hint: python scripts/check-hosts"),
+        ("doctor --host", "hint: paceline doctor --help"),
+    ],
+)
+def test_an_option_that_is_gone_says_what_to_do_instead(words: str, hint: str):
+    result = call(*words.split())
+    assert result.exit_code == 2
+    assert "has no option" in result.stderr and hint in result.stderr
+
+
+@pytest.mark.parametrize(
     ("words", "arguments"),
     [
         ("s.py --lr 0.1 --plan data=2 --test -1 --step=3", "--lr 0.1 --test -1 --step=3"),

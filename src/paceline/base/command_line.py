@@ -41,7 +41,7 @@ class CommandLine:
     groups: Mapping[str, str] = field(default_factory=dict)
     # what stands for values in the help, where the type doesn't say it
     values: Mapping[str, str] = field(default_factory=dict)
-    # present options by former ones
+    # present options by former ones; of an option that is gone, a hint
     old: Mapping[str, str] = field(default_factory=dict)
     others: Collection[str] = ()  # options of other commands, which a script hardly has
 
@@ -75,7 +75,7 @@ class CommandLine:
                     f"{self.name} has no option {name}{near}",
                     hint=f"arguments of the script's own may come after two dashes: {self.name} SCRIPT -- {word}"
                     if takes_rest
-                    else f"{self.name} --help",
+                    else self.old.get(name, f"{self.name} --help"),
                 )
             else:
                 rest.append(word)
