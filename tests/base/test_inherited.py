@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import paceline
+from paceline.base import inherited
 from paceline.launch.process.failure import RankFailed
 
 SIZE, WIDTH = 16, 3
@@ -165,6 +166,39 @@ def test_a_file_with_the_number_of_an_earlier_output(tmp_path: Path):
             {}, lambda index: file.seek(index * RECORD_BYTES), lambda: file.read(RECORD_BYTES)
         )
         train(data, run=tmp_path / "run")
+
+
+def test_a_fork_while_another_thread_closes_and_opens_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """The other files keep their places, and a number that is another file's by now keeps its own."""
+    (tmp_path / "records").write_bytes(RECORDS.tobytes())
+    (tmp_path / "others").write_bytes(RECORDS.tobytes())
+    files = [os.open(tmp_path / "records", os.O_RDONLY) for _ in range(4)]
+    kept, closed, closed_later, replaced = files
+    for place, file in enumerate(files, 1):
+        os.lseek(file, place * RECORD_BYTES, os.SEEK_SET)
+    listed = inherited._open
+
+    def closes_meanwhile() -> Iterator[tuple[int, os.stat_result]]:
+        for descriptor, status in listed():
+            if descriptor == closed:
+                os.close(closed)
+            yield descriptor, status
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inherited, "_open", closes_meanwhile)
+        inherited._note_places()
+    os.close(closed_later)
+    other = os.open(tmp_path / "others", os.O_RDONLY)
+    os.dup2(other, replaced)
+    os.lseek(kept, 0, os.SEEK_SET)  # as the parent does, which reads on
+    inherited._open_again()
+    assert os.lseek(kept, 0, os.SEEK_CUR) == RECORD_BYTES
+    assert os.lseek(replaced, 0, os.SEEK_CUR) == 0
+    assert capfd.readouterr().err == ""
+    for file in (kept, replaced, other):
+        os.close(file)
 
 
 @pytest.mark.parametrize("package", ["h5py", "lmdb"])

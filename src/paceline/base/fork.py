@@ -299,25 +299,21 @@ def prepare_to_fork() -> None:
     without the threads.
     """
     end_openmp_threads()
-    drop_process_groups()
+    _drop_process_groups()
 
 
-def drop_process_groups() -> None:
+def _drop_process_groups() -> None:
     """Free gloo's process groups that nothing refers to, such as that of a deleted
     DistributedDataParallel model.
 
     Otherwise the garbage collector of a fork would free them, and their destructor would wait there
     for ever for threads that only this process has.
     """
-    if any("gloo" in name for name in _thread_names()):
-        gc.collect()
-
-
-def _thread_names() -> Iterator[str]:
-    """Yield the system's names of this process's threads; none if the system does not list them."""
-    for path in Path("/proc/self/task").glob("*/comm"):
+    for name in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # the thread has ended
-            yield path.read_text()
+            if "gloo" in name.read_text():
+                gc.collect()
+                return
 
 
 def end_openmp_threads() -> None:

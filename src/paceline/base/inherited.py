@@ -29,27 +29,25 @@ _FLAGS = (
     os.O_ACCMODE | os.O_APPEND | getattr(os, "O_DIRECT", 0)
 )  # the flags that a file keeps when it is opened again
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
+_Identity = tuple[int, int]  # device and inode
 _places: dict[
-    int, tuple[int, int]
-] = {}  # flags and position of each file that can be read, at the last fork
+    int, tuple[_Identity, int, int]
+] = {}  # each file that can be read, its flags and its position, at the last fork
 _closed: list[str] = []  # peers of connections that this process may not use
 
 
 def _note_places() -> None:
-    outputs = set()  # all processes write to these at one place
-    for output in (1, 2):
-        with suppress(OSError):
-            outputs.add(_identity(os.fstat(output)))
-    _places.clear()
-    for descriptor, status in _open():
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        if (
-            stat.S_ISREG(status.st_mode)
-            and flags & os.O_ACCMODE != os.O_WRONLY
-            and _identity(status) not in outputs
-        ):
-            with suppress(OSError):  # opened as a path alone
-                _places[descriptor] = flags, os.lseek(descriptor, 0, os.SEEK_CUR)
+    global _places
+    places, opened = {}, dict(_open())  # of its own: another thread may fork at the same time
+    outputs = {_identity(opened[output]) for output in (1, 2) if output in opened}
+    for descriptor, status in opened.items():
+        identity = _identity(status)  # all processes write to the outputs at one place
+        if stat.S_ISREG(status.st_mode) and identity not in outputs:
+            with suppress(OSError):  # opened as a path alone, or closed by another thread
+                flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+                if flags & os.O_ACCMODE != os.O_WRONLY:
+                    places[descriptor] = identity, flags, os.lseek(descriptor, 0, os.SEEK_CUR)
+    _places = places
 
 
 def _open_again() -> None:
@@ -57,11 +55,14 @@ def _open_again() -> None:
 
     The descriptor keeps its number, so that the file objects of Python and C continue with it.
     """
-    for descriptor, (flags, position) in _places.items():
+    here = _identities()
+    for descriptor, (identity, flags, position) in _places.items():
+        if here.get(descriptor) != identity:
+            continue  # another thread has closed it since
         path: str | bytes = f"{_DESCRIPTORS}/{descriptor}"
-        if sys.platform == "darwin":  # there the path would share the file's position
-            path = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
         try:
+            if sys.platform == "darwin":  # there the path would share the file's position
+                path = fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")
             again = os.open(path, flags & _FLAGS)
             os.lseek(again, position, os.SEEK_SET)
             os.dup2(again, descriptor, inheritable=os.get_inheritable(descriptor))
@@ -110,13 +111,13 @@ def named() -> Iterator[None]:
 
     The note names threads that forks won't have, and connections and files that they can't share.
     """
-    before = {descriptor: _identity(status) for descriptor, status in _open()}
+    before = _identities()
     yield
     if left := _left_behind(before):
         print(f"note: {left}", file=sys.stderr, flush=True)
 
 
-def _left_behind(before: dict[int, tuple[int, int]]) -> str:
+def _left_behind(before: dict[int, _Identity]) -> str:
     """Describe the job's running threads, and the connections and pipes that were opened after
     `before` was noted.
 
@@ -124,21 +125,21 @@ def _left_behind(before: dict[int, tuple[int, int]]) -> str:
     """
     threads = [thread.name for thread in threading.enumerate() if _is_of_job(thread)]
     opened = [
-        (descriptor, status)
+        (descriptor, status, _peer(descriptor, status))
         for descriptor, status in _open()
         if before.get(descriptor) != _identity(status)
     ]
-    peers = [peer for descriptor, status in opened if (peer := _peer(descriptor, status))]
+    peers = [peer for *_, peer in opened if peer]
     pipes = [
         str(descriptor)
-        for descriptor, status in opened
-        if not _peer(descriptor, status)
+        for descriptor, status, peer in opened
+        if not peer
         and (stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode))
         and descriptor != resource_tracker._resource_tracker._fd  # type: ignore[attr-defined]
     ]
     environments = [
         str(path.parent)
-        for descriptor, status in opened
+        for descriptor, status, _ in opened
         if stat.S_ISREG(status.st_mode)
         and (path := Path(f"{_DESCRIPTORS}/{descriptor}").resolve()).name == "lock.mdb"
     ]
@@ -183,7 +184,11 @@ def _open() -> Iterator[tuple[int, os.stat_result]]:
             yield int(path.name), os.fstat(int(path.name))
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
+def _identities() -> dict[int, _Identity]:
+    return {descriptor: _identity(status) for descriptor, status in _open()}
+
+
+def _identity(status: os.stat_result) -> _Identity:
     return status.st_dev, status.st_ino
 
 
