@@ -14,13 +14,13 @@ demo-cluster: $(VENV)/installed  ## Four hosts with slow links, one of which is 
 verify: $(VENV)/installed  ## Prove that many devices compute what one does
 	$(BIN)/paceline verify examples/01_digits.py
 
-test: $(VENV)/installed  ## The whole suite
+test: $(VENV)/installed  ## The suite, in six minutes on two cores
 	scripts/test
 
 whole: $(VENV)/installed  ## The suite with every run checked and predicted, as outside of tests
 	scripts/test --whole
 
-slow: $(VENV)/installed  ## The longer sweeps that the suite holds a smaller form of
+slow: $(VENV)/installed  ## What takes longer: whole sweeps, and tests of some seconds
 	scripts/test -m slow
 
 corpus: $(VENV)/installed  ## Every job of the corpus under every plan, and the page that says what works under what

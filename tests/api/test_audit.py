@@ -76,7 +76,7 @@ def edited(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str,
     return audit(folder)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plans",
     [
@@ -281,6 +281,7 @@ def test_digests_of_parts_add_up(cuts, epoch):
     assert sum(parts) == whole == int(float(whole))
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     data=st.binary(max_size=400)

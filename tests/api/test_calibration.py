@@ -252,6 +252,7 @@ def test_a_request_to_stop_is_not_a_plan_that_failed():
         calibrate_best(ranked_plans(data_2=1.0, single=2.0), run, budget_s=60)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2", "servers=1 workers=2 colocate=yes"])
 def test_ranks_take_a_few_steps(capfd: pytest.CaptureFixture[str], plan: str):
     """A plan is run as train runs it: a step takes time, a rank needs memory, and nobody hears of it, nor of what its

@@ -279,6 +279,7 @@ def test_json_is_the_whole_summary(verb: Any, job_file: str):
     }
 
 
+@pytest.mark.slow
 def test_stdout_is_the_result_alone(job_file: str):
     """What the job, its child processes and libraries print goes to stderr."""
     code = (
@@ -764,6 +765,7 @@ def test_the_version_is_printed():
     assert call("--version").stdout == f"paceline {paceline.__version__}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "closed", "gone", "is_new"),
     [
@@ -852,6 +854,7 @@ def test_a_reader_that_goes_sees_no_error(unbuffered: str):
     assert (ran.returncode, ran.stderr) == (1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform == "darwin", reason="needs Linux: macOS has only UTF-8 names of files"
 )

@@ -157,6 +157,7 @@ def test_no_folder_is_made(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.checked_runs
 @pytest.mark.parametrize(
     "plan", ["pipeline=3", "place=3", "pipeline=2 schedule=interleaved virtual=2"]

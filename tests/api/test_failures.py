@@ -130,6 +130,7 @@ def run_dir(tmp_path: Path) -> Path:
 # --- What is explained -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "name"), [("single", "y"), ("tensor=2", "image"), ("pipeline=2", "y")]
 )
@@ -152,6 +153,7 @@ def test_a_loss_that_does_not_take_a_dictionary(loss: Any, run_dir: Path):
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("place", ["file", "model"])
 def test_a_process_group_of_the_jobs_own(place: str, tmp_path: Path, start_child: Any):
     """A script for torchrun that was made into a job is told what to leave out."""
@@ -375,6 +377,7 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str, int]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("defect", BAD_JOBS)
 def test_a_job_that_cannot_be_trained(
     run_dir: Path, capfd: pytest.CaptureFixture[str], defect: str
@@ -420,6 +423,7 @@ def test_under_other_plans_too(run_dir: Path, plan: str, defect: str):
     assert error.exit_code == exit_code
 
 
+@pytest.mark.slow
 def test_what_was_saved_before_stays(run_dir: Path):
     """A loss that becomes NaN later costs the steps since the last checkpoint and no more; with the cause mended the
     run goes on from there."""
@@ -458,6 +462,7 @@ def assert_equal_models(run: Path, other: Path) -> None:
 # --- Full disks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_full_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, where: int):
     """A disk that is full on any one rank ends the run with path and sizes; the checkpoint before is untouched."""
@@ -669,6 +674,7 @@ def foreign(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"not ours")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -695,7 +701,7 @@ def test_the_next_older_checkpoint_is_taken(
     assert_equal_models(run_dir, whole_run)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -786,7 +792,7 @@ def in_step(
     return loss
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("end", "words"),
     [
@@ -851,7 +857,7 @@ def test_a_scheduler_that_wants_the_machine_back(
     assert_equal_models(run_dir, whole_run)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("number", "to_rank", "phase"),
     [

@@ -76,7 +76,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", ["data=2", "tensor=2", "pipeline=2", "shard=2 zero=2", "single recompute=full"]
 )
@@ -141,6 +141,7 @@ def test_a_loss_that_keeps_a_state_is_refused_where_the_batch_is_cut(
         paceline.train(make_job(loss=Warming()), plan, run=tmp_path / "run")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("loss", "plan"), [(Warming, "tensor=2"), (Numbered, "data=2"), (lambda: flipping, "data=2")]
 )
@@ -193,6 +194,7 @@ def test_a_wrong_gradient_is_not_trained_on(
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "factors", [(1.0, 0.0), (1.001, 1.001)], ids=["dropped", "wrongly divided"]
 )
@@ -228,6 +230,7 @@ class Counted(nn.Module):
         return output
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("coupled", "forwards"), [(False, 1 + 3), (True, 12 + 2)])
 def test_a_yardstick_is_measured_only_where_it_matters(
     coupled: bool, forwards: int, tmp_path: Path
@@ -347,7 +350,7 @@ def test_an_error_of_the_job_itself_is_told_by_the_run_alone(
     assert "not checked" not in capfd.readouterr().err
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", ["servers=1 workers=2", "servers=1 workers=2 colocate=yes", "shard=2"]
 )
@@ -382,6 +385,7 @@ class NormOfEachTensor(torch.optim.Optimizer):
                 p -= group["lr"] * p.grad / (p.grad.norm() + 1e-3)
 
 
+@pytest.mark.slow
 def test_an_optimizer_is_tried_though_random_layers_are_off(tmp_path: Path) -> None:
     """Its stand-ins are drawn in the check as in the run: both learn that it needs whole tensors."""
     summary = paceline.train(make_job(optimizer=NormOfEachTensor), "shard=2", run=tmp_path)
@@ -429,6 +433,7 @@ def test_a_model_that_knows_its_rank_is_refused(tmp_path: Path) -> None:
         paceline.train(make_job(model), "data=2", run=tmp_path)
 
 
+@pytest.mark.slow
 def test_coupled_samples_are_told_and_trained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -450,6 +455,7 @@ def first_update_of(source: JobFile) -> FirstUpdate | None:
     return checks.first_update(job, source, resolved, environment=None, timeout_s=60)
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_checked_again(tmp_path: Path) -> None:
     """A second run of the same file, plan and settings goes straight on; another setting does not."""
     path = tmp_path / "job.py"
@@ -469,6 +475,7 @@ def test_what_is_known_is_not_checked_again(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_certificate_makes_the_check_unnecessary(tmp_path: Path) -> None:
     """`verify` of the same file has said it already."""
     path = tmp_path / "job.py"
@@ -480,6 +487,7 @@ def test_a_certificate_makes_the_check_unnecessary(tmp_path: Path) -> None:
     assert paceline.train(JobFile(path), "data=2", run=tmp_path / "run")["check"]["seconds"] == 0
 
 
+@pytest.mark.slow
 def test_a_certificate_is_about_the_devices_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -554,6 +562,7 @@ class Noisy(nn.Module):
         return self.linear(x) * type(self).built
 
 
+@pytest.mark.slow
 def test_the_check_leaves_the_job_alone(tmp_path: Path) -> None:
     """It runs in processes of its own: what user code counts there is not counted in the run."""
     losses = []
@@ -767,7 +776,7 @@ def in_order(case: dict[str, Any]) -> paceline.Job:
     )
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("case", UNEQUAL)
 def test_a_first_batch_whose_halves_are_alike(case: str) -> None:
     """Other samples, cut unevenly, show that later updates under the plan are not one device's."""
@@ -803,7 +812,7 @@ def short_of_one(items: list[Any]) -> Any:
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "case",
     [

@@ -125,6 +125,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(links, name, value)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(("share", "source"), [(1.0, "measured"), (0.5, links.BUSY)])
 def test_ranks_that_share_their_cores_with_other_work_say_so(

@@ -110,6 +110,7 @@ def test_devices_that_are_not_here():
     assert max(map(len, answer.describe().splitlines())) <= 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "most"),
     [
@@ -159,6 +160,7 @@ def test_servers_are_no_rivals_of_replicas_in_a_node():
     ]
 
 
+@pytest.mark.slow
 def test_a_batch_smaller_than_the_devices():
     """Plans have no more replicas than samples."""
     answer = paceline.plan(_job(batch=2), "2xcpu", calibrate_s=0)
@@ -182,6 +184,7 @@ def test_nothing_fits():
     )
 
 
+@pytest.mark.slow
 def test_nothing_fits_on_devices_that_are_not_here(tmp_path: Path):
     """The gap is in the document, to the byte, for the nearest plan of each kind."""
     file = tmp_path / "small.toml"
@@ -241,6 +244,7 @@ def test_a_model_that_can_not_be_cut_is_said_to():
     assert not any("pipeline" in row["plan"] for row in answer.to_dict()["plans"])
 
 
+@pytest.mark.slow
 def test_servers_are_not_ranked_for_batch_norm():
     """They would fail in their first step. All of them have one reason, which is given once."""
 
@@ -271,6 +275,7 @@ def test_an_unknown_cluster():
         paceline.plan(_job(), "8xH1000")
 
 
+@pytest.mark.slow
 def test_by_cost_devices_may_be_left_out(tmp_path: Path):
     """A small net is cheapest on one device, by the price that is given or stated in the cluster's file."""
     answer = paceline.plan(_job(batch=32), "2xH100", price_per_hour=2.0)
@@ -311,6 +316,7 @@ def test_another_precision_is_advised():
     assert paceline.plan(_job(precision="float64"), "1xH100").advice is None
 
 
+@pytest.mark.slow
 def test_failures_are_reckoned_with(answer: Answer):
     """An interval between checkpoints and what lasts of the time, by formula and played."""
     with_failures = paceline.plan(_job(), "2xH100", mtbf_hours=1000.0)
@@ -390,6 +396,7 @@ def test_plans_that_are_here_are_tried():
     assert not all(row["measured"] for row in rows.values())
 
 
+@pytest.mark.slow
 def test_micro_batches_that_a_model_refuses_are_no_reason_to_stop():
     """A batch norm of one value a channel can't be trained; plans with larger micro-batches are ranked."""
 

@@ -63,6 +63,7 @@ def predicted(
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dtype", [numpy.float64, numpy.float32, numpy.float16])
 def test_a_float64_job_predicts_in_float64(tmp_path: Path, dtype: type):
     """No digit of its inputs is lost, integers stay integers, and outputs have all digits too."""
@@ -125,6 +126,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return run
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("kind", "samples", "plan", "message"),
     [
@@ -157,6 +159,7 @@ def test_outputs_without_a_row_a_sample_are_refused(
         paceline.predict(run_of(kind), tmp_path / "in.npy", plan)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
 def test_a_job_with_compute_predicts_by_its_model(
     run_of: Callable[[str], Path], tmp_path: Path, plan: str
@@ -169,6 +172,7 @@ def test_a_job_with_compute_predicts_by_its_model(
     numpy.testing.assert_allclose(numpy.load(tmp_path / "out.npy"), expected.numpy(), rtol=1e-14)
 
 
+@pytest.mark.slow
 def test_several_outputs_fit_one_file_of_numpy(run_of: Callable[[str], Path], tmp_path: Path):
     """Whole numbers stay whole."""
     numpy.save(tmp_path / "in.npy", numpy.ones((5, 3)))
@@ -215,6 +219,7 @@ def test_an_output_that_would_destroy_or_can_not_be_written_is_refused_first(
     assert numpy.load(given).shape == (5, 3)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "text",
     [
@@ -253,6 +258,7 @@ def test_csv_holds_token_ids_where_the_job_has_them(run_of: Callable[[str], Path
         assert message in f"{caught.value} {caught.value.hint}"
 
 
+@pytest.mark.slow
 def test_a_job_file_that_was_edited_since_is_said(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -63,6 +63,7 @@ def failed(run: Path, **changes: Any) -> PacelineError:
     return raised.value
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_of_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     """Its text is told, the run is not tried again, and its summary can be read."""
@@ -76,6 +77,7 @@ def test_an_error_of_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str], n
     assert "restarts left" not in capfd.readouterr().err
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_of_a_callback(tmp_path: Path, name: str):
     """It ends the run, which is saved."""
@@ -95,6 +97,7 @@ def test_an_error_of_a_callback(tmp_path: Path, name: str):
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["no UTF-8", "exit", "interrupt", "generator"])
 def test_an_error_of_a_loader_worker(tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str):
     """It is this error that ends the run, and not the end of the worker."""

@@ -37,6 +37,7 @@ def job(steps: int = 12) -> pl.Job:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_and_a_launcher_that_die_cost_time_alone(paceline_rehearse):
     outcome = paceline_rehearse(
         job(),
@@ -87,6 +88,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
 )

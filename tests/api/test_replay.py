@@ -68,7 +68,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_right_step_is_equal_to_the_bit(plan: str, tmp_path: Path):
     """It goes on from the checkpoint before the step, and leaves the run's folder as it was."""
@@ -81,6 +81,7 @@ def test_a_right_step_is_equal_to_the_bit(plan: str, tmp_path: Path):
     assert contents(run) == before
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "fault"), [("single", "flip 0@6"), ("data=2", "flip 1@6:gradients")]
 )
@@ -117,6 +118,7 @@ def test_what_can_not_be_computed_again(tmp_path: Path):
         replay(tmp_path, 5)
 
 
+@pytest.mark.slow
 def test_spikes_that_the_run_left_out_are_left_out_again(tmp_path: Path):
     """A sample of each epoch is no number."""
     samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
@@ -139,6 +141,7 @@ def test_a_step_after_a_spike_that_was_rewound_does_not_follow(tmp_path: Path):
     assert replay(run, 10, job=job()).verdict == "equal"
 
 
+@pytest.mark.slow
 def test_the_journal_has_a_fingerprint_of_what_was_saved(tmp_path: Path):
     """Of steps that the last launch goes on from: a later one replaces those of steps that were undone."""
     run = trained(tmp_path / "run", "data=2")

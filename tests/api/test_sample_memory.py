@@ -96,6 +96,7 @@ def train(run: Path, data: Any, *, plan: str = "data=2", epochs: int = 2, **opti
     return paceline.train(job, plan=plan, run=run, table=False, **options)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -151,6 +152,7 @@ def test_validation_data_and_collate_functions_remember_too(tmp_path: Path):
         )
 
 
+@pytest.mark.slow
 def test_what_is_random_by_the_seed_trains(tmp_path: Path):
     """Caches of what is read, random changes by the seeded generators, caches that are read in one epoch alone, and
     what no seed fixes are not refused; nor is a plan with one reader."""

@@ -72,6 +72,7 @@ def test_every_number_of_devices_has_a_line(scaling: Scaling):
     assert "strong scaling" in lines[0] and max(map(len, lines)) <= 100 and len(lines) >= 4 + 8
 
 
+@pytest.mark.slow
 def test_nothing_fits(tmp_path: Path):
     """Each line says by how much, and there is nothing to draw."""
     file = tmp_path / "small.toml"
@@ -85,6 +86,7 @@ def test_nothing_fits(tmp_path: Path):
         none.plot(tmp_path / "none.png")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("suffix", "head"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_it_is_drawn(scaling: Scaling, tmp_path: Path, suffix: str, head: bytes):
     """As an image or as lines, in a folder that need not be there."""
@@ -109,6 +111,7 @@ def test_what_can_not_be_drawn(scaling: Scaling, monkeypatch: pytest.MonkeyPatch
         scaling.plot("scale.png")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most", "count"), [(100, 8), pytest.param(100_000, 18, marks=pytest.mark.slow)]
 )

@@ -53,6 +53,7 @@ def seen(tmp_path, plan):
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=2", "data=3"])
 def test_a_logger_gets_the_figures_of_all_rows_of_a_step(tmp_path, plan):
     """The last batch has two rows, so that a rank of three has none of it."""
@@ -83,6 +84,7 @@ def test_a_logger_gets_the_figures_of_all_rows_of_a_step(tmp_path, plan):
     assert losses == pytest.approx(own["losses"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_command_logs_a_script_s_figures(tmp_path, monkeypatch):
     accumulator = needed("tensorboard.backend.event_processing.event_accumulator", "tensorboard")
     monkeypatch.setenv("TOLD", str(tmp_path / "told.json"))
@@ -99,6 +101,7 @@ def test_a_command_logs_a_script_s_figures(tmp_path, monkeypatch):
     assert [value for _, value in written] == pytest.approx(logged, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_progress_line_has_the_latest_figures(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("paceline.training.display.FIRST_PLAIN_S", 0.0)  # after each step
 

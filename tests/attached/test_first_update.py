@@ -20,6 +20,7 @@ LOGGED = FUNCTION.replace("batch[1])", "batch[1]) + 0 * run.rows").replace(
 )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("plan", ["data=2 microbatches=2", "tensor=2"])
 def test_the_first_update_of_a_function_is_checked(tmp_path, plan, capfd):
@@ -38,6 +39,7 @@ def test_the_first_update_of_a_function_is_checked(tmp_path, plan, capfd):
     assert len((tmp_path / "told.json.started").read_text()) == 5  # it is remembered
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_function_that_is_no_mean_over_rows_is_told(tmp_path, capfd):
     text = FUNCTION.replace("batch[1])", 'batch[1], reduction="sum")')
@@ -58,6 +60,7 @@ def test_a_loss_that_is_computed_is_not_checked_and_the_run_says_so(tmp_path, ca
     assert ended["figures"]["check"]["verdict"] == "unchecked"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("before", "why"),

@@ -104,6 +104,7 @@ def one_device(tmp_path_factory):
     return told(tmp_path_factory.mktemp("single"), TRANSFORMER, "single")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     ["tensor=2", "pipeline=2 microbatches=2", "data=2 tensor=2", "data=2 microbatches=2"],
@@ -163,6 +164,7 @@ def assert_is(ended, counted):
     assert (ended["count"], ended["rate"]) == (counted["count"], counted["rate"])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [("tensor=2", "data=2"), ("data=2", "pipeline=2 microbatches=2")],
@@ -176,6 +178,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path, counted, monkeypatch, before
     assert_is(told(tmp_path, COUNTED, after, run=tmp_path / "run", resume=True), counted)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{}, {"save_every": 2}], ids=["memory", "folder"])
 def test_a_killed_rank_starts_again(tmp_path, counted, monkeypatch, options):
     monkeypatch.setenv("KILL", "1")
@@ -245,6 +248,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_a_split_model_can_not_run_is_refused_before_an_update(tmp_path, refused):
     text, old, new, message = REFUSED[refused]

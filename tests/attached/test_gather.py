@@ -95,6 +95,7 @@ tell()
 )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", ["single", "data=2", "data=3", "shard=2", "shard=3", "data=2 shares=3:1"]
 )
@@ -110,6 +111,7 @@ def test_a_loss_over_gathered_rows_has_the_gradients_of_one_device(tmp_path, pla
     assert_alike(attached["weights"], own["weights"], rtol=1e-9)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "shard=3"])
 def test_a_loss_that_is_a_function_may_gather_where_all_ranks_call_it(tmp_path, plan):
     own = told(tmp_path / "own", OWN)
@@ -129,6 +131,7 @@ def test_a_function_that_gathers_is_refused_where_ranks_would_wait(tmp_path, pla
     assert error.value.failure.kind == PlanRefused.__name__
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["single", "data=3", "data=2 microbatches=2"])
 def test_rows_have_the_order_of_the_batch_of_all_ranks(tmp_path, plan):
     """Numbers of all kinds, in nested values."""
@@ -168,6 +171,7 @@ def test_an_evaluation_gathers_nothing(tmp_path):
         alone(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_a_proof_holds_gathered_rows_to_one_device(tmp_path):
     """It finds the loss that only has this rank's rows."""
     script = tmp_path / "script.py"

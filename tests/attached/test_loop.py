@@ -13,6 +13,7 @@ def own(tmp_path_factory):
     return told(tmp_path_factory.mktemp("own"), OWN)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -43,6 +44,7 @@ if ScriptProcess.current().context.rank:
 run = pl.attach("""
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_weights_begin_as_they_are_on_rank_0(tmp_path, own, plan):
     """A script without a seed builds other weights on each rank."""
@@ -59,6 +61,7 @@ for x, y in loader:
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_an_optimizer_that_has_taken_steps_goes_on(tmp_path, plan):
     """It stays the script's object, with its state by name."""
@@ -147,6 +150,7 @@ OWN_SEEN = (
 )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "is_function"),
     [("single", False), ("data=2", False), ("data=3", True), ("single microbatches=2", True)],
@@ -237,6 +241,7 @@ run = pl""",
 )
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_the_end_leaves_the_weights_in_place(tmp_path):
     """An optimizer with modes has those of evaluations there, and trains others."""
     evaluates = "run.evaluate(lambda batch: model(batch[0]).mean(), data)\ntell()"
@@ -275,6 +280,7 @@ tell(mean=mean, expected=data.tensors[0].mean().item())
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "single microbatches=2"])
 def test_a_record_as_a_batch_stays_a_record(tmp_path, own, plan):
     attached = told(tmp_path, SETUP + RECORDS + OF_RECORDS, plan)
@@ -300,6 +306,7 @@ loader = DataLoader(scaled, batch_size=8, sampler=range(26), num_workers=1)
 """
 
 
+@pytest.mark.slow
 def test_workers_see_what_an_epoch_changes_of_the_data_set(tmp_path):
     own, attached = (
         text.replace(SETUP, SETUP + CHANGING).replace(

@@ -80,11 +80,13 @@ def own(tmp_path_factory):
     return told(tmp_path_factory.mktemp("own"), OWN_GAN)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=2"])
 def test_two_models_with_an_optimizer_each(tmp_path, own, plan):
     assert_alike(told(tmp_path, ATTACHED_GAN, plan)["weights"], own["weights"])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["shard=2", "data=2 microbatches=2", "shard=2 recompute=full"])
 def test_losses_of_two_models_as_functions(tmp_path, own, plan):
     assert_alike(told(tmp_path, FUNCTIONS, plan)["weights"], own["weights"])
@@ -150,6 +152,7 @@ for epoch""",
 )
 
 
+@pytest.mark.slow
 def test_figures_of_a_micro_batch_are_weighed_by_its_rows(tmp_path):
     """Three and two rows of each batch, and of the last one a single row."""
     whole = told(tmp_path / "whole", LOGGED, "single")

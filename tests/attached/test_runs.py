@@ -51,6 +51,7 @@ def whole(tmp_path_factory):
     return told(tmp_path_factory.mktemp("whole"), COUNTED, "single")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(tmp_path, whole, monkeypatch):
     monkeypatch.setenv("STEPS", "5")
     told(tmp_path, COUNTED, "data=2", run=tmp_path / "run")
@@ -168,6 +169,7 @@ tell(measured=measured, expected=expected)
 )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_an_evaluation_counts_each_row_once(tmp_path, plan):
     evaluated = told(tmp_path, EVALUATED, plan)
@@ -261,6 +263,7 @@ OWN_SPIKING = spiking(OWN).replace(
 )
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_a_spike_is_left_out(tmp_path):
     own = told(tmp_path / "own", OWN_SPIKING)
 
@@ -270,6 +273,7 @@ def test_a_batch_that_is_a_spike_is_left_out(tmp_path):
     assert skipped["figures"]["spikes"] == 1
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{}, {"on_spike": "stop"}])
 def test_a_spike_ends_the_run_and_leaves_its_rows(tmp_path, options):
     """A loss that is not a number is one, whether it is watched for or not."""
@@ -279,6 +283,7 @@ def test_a_spike_ends_the_run_and_leaves_its_rows(tmp_path, options):
     assert list((tmp_path / "run" / "spikes" / "step-3").glob("rank-*.safetensors"))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("before", "taken"), [("        run.update()", 5), ("        run.log", 6)])
 def test_one_rank_stops_the_run_on_all(tmp_path, before, taken):
     """After this step, or after the next one if the ranks have met in this one."""

@@ -20,6 +20,7 @@ def own(tmp_path_factory):
     return told(tmp_path_factory.mktemp("own"), OWN)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_script_that_python_or_torchrun_starts(tmp_path, own, num_ranks):
     script, text = tmp_path / "script.py", tmp_path / "told.json"
@@ -49,6 +50,7 @@ def test_a_script_that_python_or_torchrun_starts(tmp_path, own, num_ranks):
     assert_alike(json.loads(text.read_text())["weights"], own["weights"])
 
 
+@pytest.mark.slow
 def test_the_command_inside_of_torchrun(tmp_path, own, monkeypatch):
     script, text = tmp_path / "script.py", tmp_path / "told.json"
     script.write_text(ATTACHED)

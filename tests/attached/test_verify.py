@@ -91,6 +91,7 @@ def test_a_loop_without_a_bug_passes(tmp_path):
     assert [verdict.steps for verdict in verdicts] == [4, 4, 4]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_is_found(tmp_path, bug):
     (verdict,) = verify_script(script_of(tmp_path, *BUGS[bug]), ["data=2"])
@@ -99,6 +100,7 @@ def test_a_bug_is_found(tmp_path, bug):
     assert "step" in verdict.problem
 
 
+@pytest.mark.slow
 def test_the_command_tells_scripts_from_jobs(tmp_path):
     script = script_of(tmp_path, *BUGS["logs a root of a mean"])
 

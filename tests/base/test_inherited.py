@@ -135,6 +135,7 @@ def kept_open(tmp_path: Path) -> Iterator[dict[str, Read]]:
         }
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("loader_workers", [0, 1])
 @pytest.mark.parametrize("mode", ["rb", "r+b"])
 def test_each_fork_reads_at_a_place_of_its_own(
@@ -290,6 +291,7 @@ def test_no_two_forks_use_one_connection(server: tuple[str, int], tmp_path: Path
         train(alone, plan="single", run=tmp_path / "alone")
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", ["pool", "processes", "own thread", "lmdb", "connection", "pipe"])
 def test_what_forks_lack_is_named(
     kind: str, server: tuple[str, int], tmp_path: Path, start_child: Any
@@ -339,6 +341,7 @@ def test_what_forks_lack_is_named(
     )  # a pool has threads and pipes; the others nothing else
 
 
+@pytest.mark.slow
 def test_a_pool_that_a_fork_lacks_ends_the_only_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

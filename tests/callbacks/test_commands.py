@@ -42,6 +42,7 @@ def environment(planted: str = "") -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PLANTED": planted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", ["its environment", pytest.param("torchrun", marks=pytest.mark.slow)]
 )
@@ -91,6 +92,7 @@ def test_a_callback_that_fails_ends_the_command_with_its_lines(tmp_path: Path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT"))
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_a_run_whose_callback_hangs(
     tmp_path: Path, wait_for: Callable[..., None]
 ):

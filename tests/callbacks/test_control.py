@@ -121,6 +121,7 @@ def assert_same(events: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) 
         assert event[2:] == pytest.approx(other[2:], rel=1e-9, abs=1e-12), event[0]
 
 
+@pytest.mark.slow
 def test_an_epoch_is_told_its_evaluation_though_nobody_hears_of_evaluations(tmp_path: Path):
     """What on_epoch gets is the evaluation of the epoch's last step."""
 
@@ -153,7 +154,7 @@ def one_device_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple
     return run_once("single", tmp_path_factory.mktemp("single") / "run")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "servers=1 workers=2"])
 def test_callbacks_hear_and_do_the_same_under_any_plan(
     plan: str, tmp_path: Path, one_device_run: Any
@@ -257,7 +258,7 @@ class Kills(pl.Callback):
             raise KeyError("interrupted")
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2", "servers=1 workers=2"])
 def test_a_run_that_goes_on_under_another_plan_has_its_callbacks_state(plan: str, tmp_path: Path):
     """Early stopping counts on, and stops where the uninterrupted run does, with the same best checkpoints."""
@@ -285,6 +286,7 @@ def test_a_run_that_goes_on_under_another_plan_has_its_callbacks_state(plan: str
     assert exported.read_bytes()[8:9] == b"{"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=2", "servers=1 workers=2", "data=2 local=2"])
 def test_stopping_from_a_step_ends_all_ranks_after_the_same_one(plan: str, tmp_path: Path):
     """The run is done, and what is saved is what the step left."""
@@ -297,6 +299,7 @@ def test_stopping_from_a_step_ends_all_ranks_after_the_same_one(plan: str, tmp_p
     ).exists()
 
 
+@pytest.mark.slow
 def test_keep_best_deletes_its_own_checkpoints_alone(tmp_path: Path):
     """Those of `save_every` stay; of its own the best stay, and the newest. One that is resumed goes on with them."""
     with pytest.raises(CallbackError):
@@ -333,6 +336,7 @@ class Loads(pl.Callback):
         self.loaded.append(evaluation.step)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "servers=1 workers=2"])
 def test_weights_have_the_names_of_the_models_own_state_dict(plan: str, tmp_path: Path):
     """Ties too: in a callback, from the result, exported, and in model.safetensors; all load strictly."""
@@ -453,6 +457,7 @@ def test_servers_do_not_evaluate_before_a_stop_by_signal_unless_callbacks_count_
     assert evaluated == ([1, 2, 3] if with_callbacks else [1, 2])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("hook", ["on_step", "on_evaluation"])
 def test_a_callback_that_does_not_return_is_named(
     tmp_path: Path,

@@ -175,6 +175,7 @@ def test_mlflow(tmp_path: Path, mlflow_server: str):
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"note", "picture"}
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_said_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -240,6 +241,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("state", ["silent", "failing", "gone"])
 def test_a_server_that_dies_ends_no_run(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -361,6 +363,7 @@ def wandb_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_keeps_figures_that_come_late(tmp_path: Path):
     """Its client drops a row of an earlier step. A resumed run goes on behind all rows."""
@@ -379,6 +382,7 @@ def test_wandb_keeps_figures_that_come_late(tmp_path: Path):
     assert numbers == sorted(set(numbers))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wandb_offline")
 def test_wandb_offline(tmp_path: Path):
     """Two files, of one run: the second goes on in the first one's."""

@@ -118,6 +118,7 @@ def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "_copies", lambda devices, restarts: nullcontext())
 
 
+@pytest.mark.slow
 def test_callbacks_keep_what_they_know_where_ranks_go_on_from_a_copy(
     tmp_path: Path, undisturbed: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -175,6 +176,7 @@ def test_steps_that_lost_ranks_told_nobody_of_are_told_where_others_go_on(tmp_pa
     assert looks.told == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_copies")
 def test_callbacks_go_back_to_the_checkpoint_from_which_ranks_start_again(
     tmp_path: Path, undisturbed: Any
@@ -205,6 +207,7 @@ def test_callbacks_go_back_to_the_checkpoint_from_which_ranks_start_again(
     torch.testing.assert_close(result.best.state_dict(), undisturbed.best.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_copies")
 def test_callbacks_begin_anew_where_ranks_do(tmp_path: Path):
     """Without a checkpoint state is what it was before the first step."""

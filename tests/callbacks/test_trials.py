@@ -41,6 +41,7 @@ def diaries(tmp_path: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["single", pytest.param("data=2", marks=pytest.mark.slow)])
 def test_early_stopping_ends_a_trial_which_counts_as_complete(tmp_path: Path, plan: str):
     """After the step of `pl.train`; callbacks run once a trial, and can have its weights."""

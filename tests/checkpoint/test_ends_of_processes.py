@@ -113,6 +113,7 @@ def test_kill_in_the_middle_of_a_save(starter: Starter, tmp_path: Path, wait_for
     assert names(tmp_path) == ["step-1"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("how", ["lonely", "writing", "stuck"])
 def test_exit_without_wait(starter: Starter, tmp_path: Path, how: str) -> None:
     """A process that exits while it waits for peers, while it writes, or while a disk hangs, ends quietly and soon;
@@ -126,6 +127,7 @@ def test_exit_without_wait(starter: Starter, tmp_path: Path, how: str) -> None:
         assert report["message"] == "rank 0 exited before its save of step 2 was done"
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_after_its_part_does_not_stop_the_commit(
     starter: Starter, tmp_path: Path
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_rank_that_exits_after_its_part_does_not_stop_the_commit(
     assert newest_step(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_plain_tensors_need_no_dtensor_import(starter: Starter, tmp_path: Path) -> None:
     """A run without DTensors doesn't pay for importing them."""
     starter.start(

@@ -76,7 +76,7 @@ def slow_files(monkeypatch: pytest.MonkeyPatch, hang_begins: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("copies", [True, False])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 def test_a_save_may_take_longer_than_the_patience(
     plan: str, copies: bool, tmp_path: Path, slow_files: None, monkeypatch: pytest.MonkeyPatch
 ):
@@ -96,6 +96,7 @@ def test_a_save_may_take_longer_than_the_patience(
     assert result["steps"] == 2
 
 
+@pytest.mark.slow
 def test_a_copy_may_take_longer_than_the_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_begins: Path
 ):
@@ -133,6 +134,7 @@ def test_large_states_are_copied_and_read_in_pieces(
     assert read == bytes(range(25)) and len(signs) == 3 + 3
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("phase", ["part", "commit"])
 def test_a_rank_whose_disk_hangs_is_named(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_begins: Path
@@ -169,6 +171,7 @@ def test_a_rank_whose_disk_hangs_is_named(
     assert "all ranks wait" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_export_may_take_longer_than_a_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -196,6 +199,7 @@ def test_an_export_may_take_longer_than_a_collective(
     assert result["steps"] == 2
 
 
+@pytest.mark.slow
 def test_a_restore_and_an_export_may_take_longer_than_the_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_begins: Path
 ):
@@ -232,6 +236,7 @@ def test_a_restore_and_an_export_may_take_longer_than_the_patience(
     assert result["steps"] == 3
 
 
+@pytest.mark.slow
 def test_signs_end_where_the_writing_stops(
     tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -260,6 +265,7 @@ def test_signs_end_where_the_writing_stops(
     assert heard[2] == heard[7]
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_part_that_grows(
     tmp_path: Path, slow_files: None, signs: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -276,6 +282,7 @@ def test_ranks_wait_for_a_part_that_grows(
     assert len(signs) >= 3
 
 
+@pytest.mark.slow
 def test_reading_says_that_it_goes_on(
     tmp_path: Path, signs: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -417,6 +424,7 @@ def test_copies_of_all_ranks_of_a_host_take_a_part_of_its_free_memory(
     assert not writer.has_memory_for(list(pieces_of("w", torch.cat([WEIGHT, WEIGHT]))))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("plan", "asks"),
     [("data=2", "for saves"), ("data=2", "in a callback"), ("servers=2 workers=1", "for saves")],

@@ -54,6 +54,7 @@ def test_damaged_notes_lose_no_checkpoint_but_old_ones(tmp_path):
     assert steps_of(tmp_path) == [3]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "servers=1 workers=1"])
 def test_a_damaged_checkpoint_takes_the_place_of_no_whole_one(tmp_path, plan):
     """A run goes on from the one before it, and with one to keep would have removed that before it saved another."""
@@ -91,6 +92,7 @@ def test_a_checkpoint_that_is_written_anew_counts(tmp_path):
     assert steps_of(tmp_path) == [4]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "servers=1 workers=2"])
 def test_a_run_keeps_as_many_as_it_was_told(tmp_path, plan):
     pairs = TensorDataset(torch.randn(24, 3), torch.randn(24, 2))
@@ -120,6 +122,7 @@ def test_a_disk_without_room_is_found_before_the_save(tmp_path, monkeypatch):
     assert not [path for path in (tmp_path / "checkpoints").glob(".step*") if path.is_dir()]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("cuts", [150, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_a_save_that_is_cut_off_anywhere_loses_no_other_checkpoint(

@@ -104,6 +104,7 @@ def saved(job: pl.Job, plan: str, run: Path) -> dict[int, dict[str, torch.Tensor
     return {each.step: {name: each.read(name) for name in each.tensors} for each in checkpoints}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("job", "plan"),
     [

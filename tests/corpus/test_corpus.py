@@ -103,6 +103,7 @@ def _parts() -> list[Any]:
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings(
     "ignore:FSDP2-wrapped module"
 )  # torch tells users whose block returns a view of it
@@ -113,6 +114,7 @@ def test_a_short_form_of_the_sweep(short_sweep: Sweep, plan: str, jobs: tuple[st
     assert not _wrong(short_sweep, ",".join(jobs), plan)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("jobs", "plan"),
     [
@@ -176,12 +178,14 @@ def test_the_plain_loop_cuts_as_it_is_told():
     assert WHOLE.pieces(5) == [[range(5)]]
 
 
+@pytest.mark.slow
 def test_an_output_comes_from_the_part_that_has_it(tmp_path: Path):
     """Of this job's two parts the first one has it: validation data waited for the last one's."""
     (cell,) = Sweep(tmp_path).run(entries("computed_consistency"), ["place=2"])
     assert cell.verdict == EXACT, cell.reason
 
 
+@pytest.mark.slow
 def test_rows_of_all_workers_are_gathered_by_servers(tmp_path: Path):
     """A step's own `ctx.gather` sums a matrix: server 0 took lists of numbers alone, and the worker was lost."""
     (cell,) = Sweep(tmp_path).run(entries("simclr"), ["servers=1 workers=2"])

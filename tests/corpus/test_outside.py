@@ -29,6 +29,7 @@ OUTSIDE = (
 )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "jobs"),
     [
@@ -55,6 +56,7 @@ def test_values_that_change_are_seen(tmp_path: Path, plan: str, jobs: str):
     assert {cell.job: cell.reason for cell in cells if cell.verdict != EXACT} == {}
 
 
+@pytest.mark.slow
 def test_a_loss_may_not_set_what_other_ranks_read(tmp_path: Path):
     """Only the last stage's rank runs it; under `tensor=2` all do."""
     job = Entry(
@@ -66,6 +68,7 @@ def test_a_loss_may_not_set_what_other_ranks_read(tmp_path: Path):
     assert "the loss sets 'weights'" in cells[0].reason
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("result", ["shape", "number"])
 def test_a_module_that_returns_what_was_not_recorded_ends_the_run(result: str, tmp_path: Path):
     """Its sizes, and what it returns beside tensors, are constants of the graph that it is taken whole in."""
@@ -99,6 +102,7 @@ class Scaled(Net):
         return super().forward(x)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["tensor=2", "single recompute=full", "servers=1 workers=2"])
 def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
     """In the process that trains: its world does not see that it was tried."""
@@ -129,6 +133,7 @@ def test_a_step_is_called_once_for_each_step(plan: str, tmp_path: Path):
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["servers=1 workers=2", "servers=1 workers=2 colocate=yes"])
 @pytest.mark.parametrize("has_own_step", [False, True])
 def test_workers_of_servers_see_what_a_schedule_sets(plan: str, has_own_step: bool, tmp_path: Path):
@@ -174,6 +179,7 @@ def test_workers_of_servers_see_what_a_schedule_sets(plan: str, has_own_step: bo
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_a_schedule_that_waits_for_a_metric_may_not_change_more_under_servers(tmp_path: Path):
     """Servers alone step it. torch's own changes nothing but learning rates."""
 
@@ -199,6 +205,7 @@ def test_a_schedule_that_waits_for_a_metric_may_not_change_more_under_servers(tm
     )
 
 
+@pytest.mark.slow
 def test_a_loss_is_called_once_for_each_batch(tmp_path: Path):
     """Under a plan that looks at it beforehand: a count that it keeps in an object is that of its steps."""
     calls: list[int] = []
@@ -214,6 +221,7 @@ def test_a_loss_is_called_once_for_each_batch(tmp_path: Path):
     assert [row["loss"] for row in result.history if "loss" in row] == [1.0, 2.0]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("layout", [torch.jagged, torch.sparse_coo])
 def test_batches_that_are_no_plain_tensors_are_checked(layout: torch.layout):
     """What one device and the ranks were given is compared by samples, which such a batch has no rows for."""

@@ -23,6 +23,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "words", [SMALL, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"]

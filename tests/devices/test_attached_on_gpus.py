@@ -65,6 +65,7 @@ def told(shop: Workshop, folder: Path, plan: str, devices: str) -> list[dict[str
     return [json.loads(file.read_text()) for file in sorted(folder.glob(f"{name}-[0-9]"))]
 
 
+@pytest.mark.slow
 def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, tmp_path: Path):
     """Also where the script attaches. Its ranks draw other weights, and rank 0's are everyone's."""
     (alone,) = told(shop, tmp_path, "single", "cpu:0")

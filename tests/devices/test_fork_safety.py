@@ -121,6 +121,7 @@ VERBS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("verb", VERBS)
 def test_no_verb_uses_cuda_in_its_own_process(verb: str, touched: list[str], tmp_path: Path):
     VERBS[verb](tmp_path)
@@ -136,6 +137,7 @@ def test_verify_on_gpus_uses_them_in_other_processes_alone(touched: list[str], t
     assert not touched
 
 
+@pytest.mark.slow
 def test_a_trainer_of_transformers_uses_no_cuda_in_its_own_process(
     touched: list[str], tmp_path: Path
 ):

@@ -113,6 +113,7 @@ def test_relaxed_plans_are_compared_with_themselves(
     ]
 
 
+@pytest.mark.slow
 def test_a_job_that_can_not_repeat_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As it should be: its row names the operator, and is nothing wrong. Another failure is."""
     monkeypatch.setattr(command, "devices", lambda plan, gpus: "cpu:0")

@@ -101,6 +101,7 @@ def _near(value: Any, expected: Any) -> None:
         assert value == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "devices", "how"),
     [

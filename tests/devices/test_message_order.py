@@ -273,7 +273,7 @@ def of_net(plan: str) -> list[list[Entry]]:
     return recorded(plan, deep_job if plan in MORE else job)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", EVERY)
 def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
     """Collectives, shapes and dtypes, in one order that all groups agree on; from one thread."""
@@ -287,6 +287,7 @@ def test_the_ranks_of_a_group_ask_for_the_same(plan: str):
         assert all(len(of_group) == 1 for group, of_group in threads.items() if group[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "kind"),
     [
@@ -310,7 +311,7 @@ def test_compressed_sums_are_launched_by_the_rank_itself(plan: str, kind: str):
         assert len(sums) >= 3 and len({entry.thread for entry in entries}) == 1
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", EVERY)
 def test_messages_arrive(plan: str):
     """No rank waits for what another one will send after it has received."""
@@ -323,6 +324,7 @@ def test_dtypes_are_those_of_nccl(plan: str):
     assert {entry.dtype for entry in chain(*of_net(plan)) if entry.dtype} <= NCCL_DTYPES
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -342,6 +344,7 @@ def test_sparse_gradients_travel_by_the_same_rules(plan: str):
     assert any("allgather" in entry.kind for entry in chain(*ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "job"),
     [
@@ -396,6 +399,7 @@ def deep(depth: int, *, skip: bool) -> tuple[nn.Module, Capture, Tensor]:
     return model, capture(model, (example,), {}), example
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
@@ -427,6 +431,7 @@ def test_a_schedule_with_one_group_for_both_directions_stops(name: Any):
     assert stuck(ranks)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.data())
 def test_no_placement_stops(data: st.DataObject):

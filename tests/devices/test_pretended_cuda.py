@@ -84,7 +84,7 @@ def assert_frugal(trained: Trained) -> None:
             ), step
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", [*EXACT, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_EXACT)]
 )
@@ -114,6 +114,7 @@ def test_backward_does_not_wait_for_what_servers_are_sent(shop: Workshop, plan: 
         ), backward
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", [*ALIKE, *(pytest.param(plan, marks=pytest.mark.slow) for plan in MORE_ALIKE)]
 )
@@ -124,6 +125,7 @@ def test_a_relaxed_plan_on_gpus_is_itself_on_cpus(shop: Workshop, plan: str):
     assert_frugal(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -168,7 +170,7 @@ def test_a_plan_of_chance_trains_on_gpus(shop: Workshop, plan: str):
     assert_frugal(trained)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("job", "plan"),
     [*FEATURES, *(pytest.param(job, plan, marks=pytest.mark.slow) for job, plan in MORE_FEATURES)],
@@ -216,6 +218,7 @@ def test_a_generator_in_a_step_is_refused_on_gpus_as_on_cpus(shop: Workshop):
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("job", "plan"),
     [
@@ -251,6 +254,7 @@ def test_what_a_forward_writes_to_is_known_without_a_look_at_the_device(
     assert_frugal(trained)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("job", "plan", "options"),
     [
@@ -296,6 +300,7 @@ def test_batches_ahead(shop: Workshop):
     assert observed["draws"] == [True, True, True], "generators are left as they were"
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_out_blocks_go_on(shop: Workshop):
     """They expect the next block by then, and ask each other where it is another one."""
     assert_alike(
@@ -311,6 +316,7 @@ def test_a_rank_that_leaves_out_blocks_alone_says_so(shop: Workshop):
     assert "rank 0" in answer["error"] and "this rank is at the end of forward" in answer["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tensor=2", pytest.param("pipeline=2", marks=pytest.mark.slow)])
 def test_layers_that_draw_are_split_as_on_cpus(shop: Workshop, plan: str):
     """CUDA's dropout is another operator than the CPU's, and hides nothing from the split."""
@@ -320,6 +326,7 @@ def test_layers_that_draw_are_split_as_on_cpus(shop: Workshop, plan: str):
         assert (actual.run / folder.SPLIT).read_text() == (expected.run / folder.SPLIT).read_text()
 
 
+@pytest.mark.slow
 def test_a_region_in_float32_is_none_of_bf16_in_backward(shop: Workshop):
     """Autograd knows in which dtype each operator ran; autocast in backward would choose again."""
     plan = "pipeline=2 microbatches=1"
@@ -337,6 +344,7 @@ def test_ranks_keep_the_generators_of_their_own_gpu_alone(shop: Workshop):
     assert len(logs) == 2 and not [name for name, text in logs.items() if "fork_rng" in text], logs
 
 
+@pytest.mark.slow
 def test_gpus_are_measured_before_ranks_use_them(workshops: Workshops, tmp_path: Path):
     """Beside a rank they are slower, and have less memory for it."""
     with workshops.open(tmp_path, devices=1) as fresh:
@@ -379,6 +387,7 @@ def test_copies_for_a_checkpoint_hold_up_what_writes_to_them(shop: Workshop):
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("job", "plan"),
     [
@@ -425,6 +434,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step(
     assert _reads(actual) == _reads(without)
 
 
+@pytest.mark.slow
 def test_a_host_without_memory_saves_from_the_gpu_itself(shop: Workshop, tmp_path: Path):
     """While the run waits, and without pinned memory."""
     trained, usual = (
@@ -449,6 +459,7 @@ def test_a_host_without_memory_saves_from_the_gpu_itself(shop: Workshop, tmp_pat
     assert "each save blocks the run" in shop.printed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -498,6 +509,7 @@ def test_a_gpu_that_fails_ends_the_run_with_what_to_do(shop: Workshop):
     assert "--resume --devices NAMES goes on from the last checkpoint" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
     shop.train("blocks", "shard=2", "cuda:0-1", run=tmp_path / "run", steps=2)
     trained = shop.train("blocks", "data=2", "cuda:2-3", run=tmp_path / "run", resume=True)
@@ -505,6 +517,7 @@ def test_a_run_goes_on_under_another_plan(shop: Workshop, tmp_path: Path):
     assert trained.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "plan"),
     [
@@ -548,6 +561,7 @@ def test_a_gpu_never_has_more_than_its_part_and_a_block(shop: Workshop, job: str
         assert_alike(trained, shop.train(job, "single", "cpu:0"), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "memory_bytes", "plan"),
     [
@@ -575,6 +589,7 @@ def test_a_model_whose_code_runs_on_gpus_alone(shop: Workshop):
     assert_alike(trained, shop.train("huge", "single", "cpu:0"), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_is_too_small_is_named(workshops: Workshops, tmp_path: Path):
     """Before the run, as far as its memory is known; else where it ends, with exit code 3."""
     with workshops.open(tmp_path, devices=1, memory_bytes=8 << 20) as small:
@@ -590,6 +605,7 @@ def test_a_gpu_that_is_too_small_is_named(workshops: Workshops, tmp_path: Path):
         assert "ledger" in small.printed() or "MiB" in small.printed()
 
 
+@pytest.mark.slow
 def test_a_gpu_that_others_hold_is_too_small(workshops: Workshops, tmp_path: Path):
     """A run has what is free, and says so where that is too little."""
     with workshops.open(
@@ -662,6 +678,7 @@ def test_a_model_with_kernels_of_its_own_is_profiled_on_its_gpu(shop: Workshop):
     assert observed["notes"] == ["could not be run on fake tensors (RuntimeError: no such kernel)"]
 
 
+@pytest.mark.slow
 def test_plans_for_gpus_are_compared_beside_this_process(shop: Workshop):
     """Links are measured and named; the process that asks is left so that its forks can use GPUs."""
     observed = shop.check("planned")
@@ -675,6 +692,7 @@ def test_plans_for_gpus_are_compared_beside_this_process(shop: Workshop):
     assert (observed["used"], observed["fork"]) == (False, 2.0)
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_gpus(shop: Workshop):
     """In forks, with deadlines: this process does not use them, and what hangs is named."""
     observed = shop.check("examined")

@@ -25,6 +25,7 @@ def sharing(plan: str) -> str:
     return ",".join(["cuda:0"] * (read.world_size - read.num_cpu_ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "plan"),
     [
@@ -50,7 +51,7 @@ def test_ranks_that_share_a_gpu_are_one_cpu(shop: Workshop, placement: str, job:
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", [*ALIKE, *MORE_ALIKE])
 def test_relaxed_plans_of_ranks_that_share_a_gpu(shop: Workshop, plan: str):
     assert_alike(
@@ -58,6 +59,7 @@ def test_relaxed_plans_of_ranks_that_share_a_gpu(shop: Workshop, plan: str):
     )
 
 
+@pytest.mark.slow
 def test_ranks_divide_the_memory_of_the_gpu(workshops: Workshops, tmp_path: Path):
     """What fits for one rank of it may not fit for two."""
     with workshops.open(tmp_path, devices=1, memory_bytes=16 << 20) as small:
@@ -66,6 +68,7 @@ def test_ranks_divide_the_memory_of_the_gpu(workshops: Workshops, tmp_path: Path
     assert answer["kind"] == "PlanError" and "doesn't fit" in answer["error"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("devices", ["cuda:0,cuda:0", "cpu:0,cuda:0,cuda:0"])
 def test_servers_leave_the_gpu_alone(shop: Workshop, devices: str):
     """They are processes of the CPU, named or not, and never touch CUDA."""

@@ -20,6 +20,7 @@ def verdicts(answer: dict[str, Any]) -> dict[str, str]:
     return {each["plan"]: each["verdict"] for each in answer["certificates"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "plans"),
     [
@@ -75,7 +76,7 @@ def test_default_plans_are_those_that_the_devices_are_enough_for(shop: Workshop)
     }  # all but the one of eight ranks
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "plan"), [("few in float32", "data=2"), ("blocks", "shard=2"), ("gan", "data=2")]
 )
@@ -87,6 +88,7 @@ def test_a_run_checks_its_first_update(shop: Workshop, job: str, plan: str):
     assert trained.first_use is None
 
 
+@pytest.mark.slow
 def test_a_run_with_a_mistake_of_one_gpu_is_refused(shop: Workshop):
     """The second GPU's ranks are wrong, and the first one takes the step alone."""
     answer = shop.ask("wrong on the second GPU", "data=2", "cuda:0-1", check=True)
@@ -113,6 +115,7 @@ def test_a_mistake_of_one_gpu_is_not_found_elsewhere(shop: Workshop, devices: st
     assert verdicts(answer) == {"data=2": "passed"}
 
 
+@pytest.mark.slow
 def test_one_device_is_a_gpu(shop: Workshop):
     """The model has no kernels for CPUs, where ranks are unless GPUs are named."""
     assert verdicts(shop.verify("on GPUs alone", "data=2", devices="cuda:0-1", **QUICK)) == {
@@ -125,6 +128,7 @@ def test_one_device_is_a_gpu(shop: Workshop):
     assert "all ranks are on the CPU; --devices cuda:0-3 proves plans on GPUs" in shop.printed()
 
 
+@pytest.mark.slow
 def test_coupled_samples_are_named(shop: Workshop):
     """GPUs join the statistics of replicas, and not those of micro-batches."""
     answer = shop.verify("statistics", "data=2 microbatches=2", devices="cuda:0-1", **QUICK)
@@ -144,6 +148,7 @@ def test_draws_are_compared_switched_off(shop: Workshop):
     assert answer["document"]["randomness"]["switched_off"]["blocks.0.3"] == ["native_dropout"]
 
 
+@pytest.mark.slow
 def test_an_operator_without_a_deterministic_form_is_named(shop: Workshop):
     """One device goes on without; a plan that promises it is refused."""
     plans = "data=2", "data=2 deterministic=yes"

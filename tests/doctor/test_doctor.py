@@ -185,6 +185,7 @@ def test_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch):
 # --- Ranks and hosts --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_ended(tmp_path: Path):
     """The probe gives up at its deadline and leaves no process behind."""
 

@@ -36,6 +36,7 @@ def test_damaged_inputs(run: Path, examples: int):
     read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["first", "all"]
 )

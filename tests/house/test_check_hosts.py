@@ -92,6 +92,7 @@ def test_the_command_on_two_hosts():
     assert names == ["host 1", "1 to 0", "others"]
 
 
+@pytest.mark.slow
 def test_the_command_inside_torchrun():
     """The agent's store is where the processes meet, and torch complains of no second one."""
     ran = subprocess.run(

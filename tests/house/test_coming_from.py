@@ -208,6 +208,7 @@ def test_the_job_ends_where_the_script_of_another_tool_ends(
     assert_equal_weights(tmp_path / "run", eval(model, names))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the other tool
 def test_the_kept_loop_ends_where_that_of_accelerate_ends(tmp_path: Path):
     """On two ranks, with the lines that the page changes."""

@@ -92,6 +92,7 @@ def assert_alike(run: Any, module: Any) -> None:
         assert run.metrics[name] == pytest.approx(float(value), rel=1e-9)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=3", "shard=2", "tensor=2", "pipeline=2"])
 def test_a_module_is_trained_as_by_its_loop(plan: str, tmp_path: Path):
     """Its weights, groups, schedule and figures are those of one device."""
@@ -130,6 +131,7 @@ def test_a_module_is_trained_as_by_lightning(plan: str, tmp_path: Path):
     assert_alike(run, module)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_a_schedule_moves_by_steps_or_epochs(interval: str, tmp_path: Path):
     """It may ask the Trainer for the number of steps; a resumed run goes on with it."""

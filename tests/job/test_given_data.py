@@ -392,6 +392,7 @@ class OpenedInWorkers(Dataset[Any]):
         return X[index] + torch.rand(2), self.file.read(1)[0] % 2
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
 def test_what_worker_init_fn_opens_is_open_to_who_else_reads(plan: str, tmp_path: Path):
     """Ranks read samples too: they evaluate, and look at the first ones. They draw as if it had been open."""

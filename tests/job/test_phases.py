@@ -120,7 +120,7 @@ def frozen_at(step: int, epoch: int) -> tuple[str, ...]:
     )[step]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", ["single", *PLANS, "data=2 microbatches=2", "shard=2 zero=1", "data=2 local=1"]
 )
@@ -131,6 +131,7 @@ def test_frozen_parameters_and_batches_change_as_on_one_device(plan: str, tmp_pa
     assert_equal(train(job, plan, tmp_path / "run"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "legs",
     [
@@ -154,6 +155,7 @@ def test_phases_go_on_under_other_plans(legs: list[tuple[str, int]], tmp_path: P
         train(make_job(freeze=FREEZE, batch=7), "single", run, steps=10, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["shard=2", pytest.param("single", marks=pytest.mark.slow)])
 def test_a_frozen_parameter_has_no_optimizer_state(plan: str, tmp_path: Path) -> None:
     """Nothing is kept of it before it is trained, and what is kept then stays while it is frozen again."""
@@ -219,6 +221,7 @@ def test_a_tied_weight_is_frozen_by_any_of_its_names() -> None:
     )
 
 
+@pytest.mark.slow
 def test_verify_covers_phases() -> None:
     """A certificate passes, and a parameter that is trained though it is frozen fails it."""
 
@@ -346,7 +349,7 @@ def plateau_job(**fields: Any) -> pl.Job:
     )
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [*reversed(PLANS[:4]), "servers=2 workers=2", "single"])
 def test_the_rate_falls_by_plateau_alike_everywhere(plan: str, tmp_path: Path) -> None:
     """All ranks decide from one evaluated number."""
@@ -356,6 +359,7 @@ def test_the_rate_falls_by_plateau_alike_everywhere(plan: str, tmp_path: Path) -
     assert len(set(rates(tmp_path / "run"))) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "legs",
     [
@@ -418,6 +422,7 @@ def test_a_plateau_follows_another_metric(tmp_path: Path) -> None:
     assert rates(tmp_path / "run")[-1] == pytest.approx(0.02 * 0.1**3)
 
 
+@pytest.mark.slow
 def test_what_was_left_out_of_a_gradient_can_not_come_back_frozen(tmp_path: Path) -> None:
     """A plan that keeps a part of a gradient for later is refused; one that rounds messages alone is not."""
     job = make_job(freeze=pl.by_step({0: "head", 2: ()}), steps=3)
@@ -452,6 +457,7 @@ def test_patterns_are_read_in_every_form() -> None:
     assert patterns(pl.by_epoch({0: "a", 2: ["b"]})).values == (("a",), ("b",))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=2", "pipeline=2"])
 def test_a_parameter_that_thaws_without_freeze_is_named(plan: str, tmp_path: Path):
     """The optimizer does not have it, so it would stay as it is, silently. What the job freezes may need gradients."""

@@ -72,6 +72,7 @@ def assert_same(build: Callable[[], Any], plan: str, **fitted: Any) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plans", [("data=3",), pytest.param(("data=2", "data=3"), marks=pytest.mark.slow)]
 )
@@ -118,6 +119,7 @@ def spread(y_true, y_pred):
     return keras.ops.std(y_pred)
 
 
+@pytest.mark.slow
 def test_metrics_weights_and_callbacks_that_change_the_model():
     """Keras's metrics, those of no sum, class weights, learning rates set by callbacks, and a layer that is frozen."""
 
@@ -161,6 +163,7 @@ def tokens() -> tuple[np.ndarray, np.ndarray]:
     return x, drawn.integers(0, 3, size=(23, 7))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("of_tokens", "of_size"),
     [
@@ -254,6 +257,7 @@ def test_data_of_every_kind():
     )
 
 
+@pytest.mark.slow
 def test_steps_of_torch_and_steps_that_couple_samples():
     """The first are as in one process. The others are refused by name, and the model is as it was."""
     assert_same(lambda: classifier(models.Clipped), "data=2", shuffle=False)
@@ -274,6 +278,7 @@ def test_steps_of_torch_and_steps_that_couple_samples():
     assert model.train_function is None
 
 
+@pytest.mark.slow
 def test_infinite_gradients_and_a_model_that_is_not_compiled():
     """Both are as in one process: an infinity is no difference, and predictions need no optimizer."""
 
@@ -294,6 +299,7 @@ def test_infinite_gradients_and_a_model_that_is_not_compiled():
     assert history.history["loss"] == [np.inf]
 
 
+@pytest.mark.slow
 def test_a_gan_with_two_optimizers():
     """The step of Keras's guide, on ranks of unequal shares."""
 
@@ -306,6 +312,7 @@ def test_a_gan_with_two_optimizers():
     assert_same(build, "data=3", y=None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named(monkeypatch):
     """An error, a death and a hang in one place begin with the same words; a request to stop is one."""
 

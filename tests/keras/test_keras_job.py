@@ -36,6 +36,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_rule_is_that_of_keras_also_after_a_reload(name: str):
     """Four steps by Keras are two steps by torch's interface and two more of another that took its state."""
@@ -93,6 +94,7 @@ X = np.random.default_rng(0).normal(size=(60, 6)).astype("float32")
 Y = X[:, :3].argmax(1)
 
 
+@pytest.mark.slow
 def test_a_run_gives_its_weights_back(tmp_path):
     """They are other weights than before, and evaluate to the run's validation loss."""
     model = classifier()
@@ -234,6 +236,7 @@ def masked() -> Any:
     return keras.Sequential(layers), x, np.cumsum(x, 1)[..., None] / 10.0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=3"])
 @pytest.mark.parametrize("made", [of_layers, masked])
 def test_losses_of_layers_and_masks_are_those_of_keras(

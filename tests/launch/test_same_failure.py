@@ -136,7 +136,7 @@ def variables(launcher: str, rank: int, port: int) -> dict[str, str]:
     return meeting | own | dict.fromkeys(size, "2") | dict.fromkeys(place, str(rank))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("launcher", ["fork", "torchrun", "Slurm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failure_is_told_alike(kind: str, launcher: str, tmp_path: Path):
@@ -144,6 +144,7 @@ def test_a_failure_is_told_alike(kind: str, launcher: str, tmp_path: Path):
     assert_told(kind, printed_by_ranks(started(kind, launcher, tmp_path)), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [kind if kind == "callback" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
@@ -178,6 +179,7 @@ def test_a_failure_under_ray(ray_cluster: Any, tmp_path: Path):
         assert_told(kind, printed_by(PACELINE + train(kind, folder) + words), folder)
 
 
+@pytest.mark.slow
 def test_a_rank_that_others_wait_for_in_vain_is_told_by_another(tmp_path: Path):
     """Rank 0 is stopped, and rank 1, whose stderr leads to its log, tells on its terminal."""
     ranks = started("frozen", "Slurm", tmp_path)

@@ -315,6 +315,7 @@ def test_what_does_not_fit_says_how_much_is_missing():
     assert prediction.needs[0].missing_bytes == 220 * MB
 
 
+@pytest.mark.slow
 def test_a_large_model_takes_little_work():
     """Llama 3.1's largest on 16,384 devices, under plans of every kind, without torch and in little memory."""
     script = """

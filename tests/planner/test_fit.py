@@ -165,6 +165,7 @@ class Scale(nn.Module):
         return F.relu(x * self.factor)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("device", "layers"),
     [(Device("cpu", 0, 2**40), 2), (Device("cuda", 0, 2**40, name="NVIDIA H100 80GB HBM3"), 4)],

@@ -63,6 +63,7 @@ def searched(
     return search(price, limits, DeviceCounts(8 * nodes, 8), *((least,) if prunes else ()))
 
 
+@pytest.mark.slow
 def test_what_is_known_of_a_cluster_holds_on_others():
     """Blocks are kept for clusters with other links or memory; prices are those of a planner that keeps none."""
     plans = [

@@ -71,6 +71,7 @@ def moved_bytes(profile: Profile) -> float:
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "size",
     [
@@ -130,6 +131,7 @@ def test_adapters_by_dimensions_are_the_modules(size: DecoderSize):
         )  # and AdamW's counters of steps
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "size",
     [ConvNetSize((1, 2), 8, 10, 64), ConvNetSize((2, 2), 8, 10, 64, "bottleneck")],

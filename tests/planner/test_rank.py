@@ -235,6 +235,7 @@ def test_what_would_flip_the_choice(change: Callable[[Plan], Estimate], kind: st
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_plan_that_was_tried_and_rejected_is_not_advised(fails: bool):
     """A change of the hardware leaves what prices are off by as it was found: plans with shards were slower, or

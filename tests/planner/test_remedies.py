@@ -80,6 +80,7 @@ def test_each_change_is_the_smallest_of_its_kind_that_fits(folder: Path) -> None
     assert all("samples/s" in line and "MiB" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_adapters_and_dtypes_of_a_configuration_are_priced(folder: Path) -> None:
     """Of frozen weights no gradient and no optimizer state is kept, and bf16 halves them."""
     whole = FineTuning(str(folder), batch=2, sequence=64)
@@ -103,6 +104,7 @@ def test_adapters_and_dtypes_of_a_configuration_are_priced(folder: Path) -> None
     assert whole.weights_dtype == "bfloat16"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -131,6 +133,7 @@ def test_a_model_that_computes_positions_takes_any_sequence(folder: Path) -> Non
     FineTuning("opt", sequence=2048).job()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", ["1x24GB", pytest.param("2x24GB", marks=pytest.mark.slow)])
 def test_the_command_takes_a_configuration(folder: Path, gpus: str) -> None:
     """It prints a plan as for a job file; options of one kind are refused with the other."""
@@ -148,6 +151,7 @@ def test_the_command_takes_a_configuration(folder: Path, gpus: str) -> None:
         assert run.exit_code == 2 and message in run.stderr
 
 
+@pytest.mark.slow
 def test_every_nothing_fits_names_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan`, a plan that was asked for and one that is chosen for a run say the same remedies."""
     job, cluster = wide_job(), gpus(1, 0.22)

@@ -11,6 +11,7 @@ from paceline.planner.resized import resized
 from paceline.strategies.plan import Plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "world_size", "expected"),
     [

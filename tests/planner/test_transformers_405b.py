@@ -91,6 +91,7 @@ def with_layers(profile: Profile, layers: int) -> Profile:
     )
 
 
+@pytest.mark.slow
 def test_the_papers_axes_are_near_the_best():
     """Within 10 %. Layers that are alike are traced once, so that few stand for all."""
     problem = PlanningProblem.of(job(4))

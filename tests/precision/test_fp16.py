@@ -44,7 +44,7 @@ def check(job: paceline.Job, expected: ByHand, actual: Any, *, atol: float = 1e-
 
 
 # The pieces that a batch is cut into decide what overflows: a product of float16 sums over the samples of its piece.
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "pieces", "clip"),
     [
@@ -90,6 +90,7 @@ def test_compressed_gradients_overflow_alike(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_goes_on_under_another_plan(tmp_path: Path) -> None:
     """The scale, the steps since it changed and the schedule are in the checkpoint."""
     job = mixed_precision_job(

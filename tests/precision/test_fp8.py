@@ -36,6 +36,7 @@ def trained(plan: str, run: Path, **changes: Any) -> tuple[list[float], dict[str
     return [line["loss"] for line in lines if "loss" in line], load_file(run / "model.safetensors")
 
 
+@pytest.mark.slow
 @needs_torchao
 def test_plans_equal_one_device(tmp_path: Path) -> None:
     """Scales are of rows, so no plan moves them; rounding to float8 moves the run away from bf16."""

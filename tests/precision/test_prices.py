@@ -42,6 +42,7 @@ def seconds(
     return rates.seconds(Compute(flops=product.flops, products=(product,)), precision)[0]
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_data_sheets() -> None:
     """An H100 multiplies TF32 half as fast as bf16 and float8 twice as fast; fp16 is bf16."""
     bf16 = seconds("bf16")

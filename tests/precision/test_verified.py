@@ -65,6 +65,7 @@ def test_sound_plans_pass_in_every_precision(precision: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_verified() -> None:
     """One device and the plan skip the same steps."""
     job = mixed_precision_job(
@@ -93,6 +94,7 @@ def overflowing_whole(**changes: Any) -> paceline.Job:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others", [(), pytest.param(("data=3 microbatches=2",), marks=pytest.mark.slow)]
 )
@@ -120,6 +122,7 @@ def test_a_plan_that_overflows_in_other_steps_is_held_against_a_batch_that_is_cu
     assert overflow_note.split(";")[0] in (tmp_path / "certificate.txt").read_text()
 
 
+@pytest.mark.slow
 def test_pieces_that_overflow_in_other_steps_are_no_yardstick(tmp_path: Path) -> None:
     """An update moves a weight by 0.014 or more: one that is missing is beyond what a plan may be off by."""
     paceline.verify(overflowing_whole(), ["data=2"], steps=4, restore="no", run=tmp_path)
@@ -128,7 +131,7 @@ def test_pieces_that_overflow_in_other_steps_are_no_yardstick(tmp_path: Path) ->
     assert yardstick["fp16"]["weight"]["tolerance"] < 0.01
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first_update", [0, 1])
 def test_a_gradient_of_a_wrong_scale_is_found_where_other_steps_overflow(
     monkeypatch: pytest.MonkeyPatch, first_update: int
@@ -150,6 +153,7 @@ def test_a_gradient_of_a_wrong_scale_is_found_where_other_steps_overflow(
         assert [verdict.passed for verdict in planted.verdicts] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.checked_runs
 def test_a_run_whose_first_step_overflows_for_the_whole_batch_alone_passes_its_check(
     tmp_path: Path,

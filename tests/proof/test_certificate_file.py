@@ -22,6 +22,7 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
 
 
+@pytest.mark.slow
 def test_a_certificate_says_what_was_compared(tmp_path: Path) -> None:
     """Model, versions, seed, yardstick, worst differences and what was switched off, for programs and for people."""
     run = tmp_path / "new" / "folder"

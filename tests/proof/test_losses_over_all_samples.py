@@ -69,6 +69,7 @@ def without_other_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("paceline.strategies.mesh.Mesh.is_first_of_same_samples", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2", pytest.param("data=3", marks=pytest.mark.slow)])
 def test_verify_certifies_it_and_catches_rows_that_are_left_out(plan: str) -> None:
     """Two views of each sample; the last of three replicas has a short window."""
@@ -97,6 +98,7 @@ def test_a_batch_norm_under_such_a_loss() -> None:
     assert coupled.verdict == "coupled", coupled.reason
 
 
+@pytest.mark.slow
 def test_both_forwards_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With other masks the gradients would be of another loss, which verify can't see: it switches dropout off."""
     assert paceline.train(job(with_dropout), "data=2", steps=2, check=False)["steps"] == 2

@@ -106,6 +106,7 @@ def test_verify_certifies_a_step_and_catches_a_planted_bug(name: str) -> None:
     assert (right.verdict, wrong.verdict) == ("passed", "failed")
 
 
+@pytest.mark.slow
 def test_replicas_and_servers_take_a_step() -> None:
     """A small form of what follows for many jobs, and one bug."""
     *right, wrong = verified(
@@ -293,6 +294,7 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path, chain: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", ["shard=2", pytest.param("servers=2 workers=2", marks=pytest.mark.slow)]
 )
@@ -360,6 +362,7 @@ def test_loss_scaling_skips_one_update_on_all_ranks(tmp_path: Path) -> None:
     assert summary["loss_scale"] == 2.0**15 and summary["skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_what_messages_leave_out_is_kept(tmp_path: Path) -> None:
     """A resumed run goes on bit by bit with the residuals of every model."""
     job = own_steps.gan_with_penalty()

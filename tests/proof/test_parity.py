@@ -93,6 +93,7 @@ def test_jobs_of_many_kinds(job: paceline.Job) -> None:
     passes(job, "data=2", "shard=2", "data=2 shard=2 zero=2 microbatches=2 recompute=full", steps=3)
 
 
+@pytest.mark.slow
 def test_tuple_inputs_and_frozen_parameters() -> None:
     """A tuple input is passed as *args; a frozen part stays as it was."""
     data = [((torch.full((6,), i / 5.0), torch.arange(6) / 3.0 - i % 3), i % 3) for i in range(13)]
@@ -168,6 +169,7 @@ def test_fused_and_foreach_kernels(options: dict[str, bool]) -> None:
     passes(job, "shard=2")
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_zero_but_for_rounding() -> None:
     """Adam turns its noise into steps of the learning rate; the yardstick knows how far that goes."""
 

@@ -157,6 +157,7 @@ def test_jobs_that_are_exact_have_no_problem(job: paceline.Job) -> None:
     assert problem(job) is None
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_cut_the_batch_needs_no_conversion() -> None:
     """A layer that mixes samples, and a loss that does, are exact under split layers and placed parts."""
     certificates = paceline.verify(

@@ -60,7 +60,7 @@ def not_always(self: Odd, x: Tensor) -> Tensor:
     return F.dropout(x, 0.4) if float(x.detach().max()) > 0.8 else x
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     "draw",
@@ -77,6 +77,7 @@ def test_what_a_job_repeats_itself_is_no_alarm(draw: Callable[[Odd, Tensor], Ten
     passes(classification_job(lambda: Odd(draw)), *CUTTING)
 
 
+@pytest.mark.slow
 def test_layers_that_draw_alike_are_no_alarm() -> None:
     """Masks of the same shape in four layers, micro-batches of a single sample, and a pipeline's."""
     passes(classification_job(dropout, batch=4), CUTTING[1], "pipeline=2 microbatches=4")

@@ -36,6 +36,7 @@ def _adam(**changes: Any) -> paceline.Job:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plans", "steps"),
     [
@@ -71,7 +72,7 @@ class Experts(nn.Module):
         return out
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [ListedPerceptron, Experts])
 def test_layers_are_updated_one_by_one(model: Any):
     """Without clipping each is updated when all its gradients are there; one that some worker lacks, at the end."""
@@ -86,6 +87,7 @@ def test_layers_are_updated_one_by_one(model: Any):
         assert certificate.passed, certificate.describe()
 
 
+@pytest.mark.slow
 def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
     """The count of the whole window divides once; Adafactor gets tensors uncut."""
     job = classification_job(
@@ -99,7 +101,7 @@ def test_a_loss_of_sums_and_an_optimizer_of_whole_tensors():
     assert certificate.passed, certificate.describe()
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -180,6 +182,7 @@ def test_others_take_the_steps_of_a_worker_that_is_gone(
     assert sum(summary["staleness"].values()) == 24 * Plan.parse(plan).sync.workers  # updates
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
 def test_a_worker_that_is_gone_before_the_others_came(tmp_path: Path):
     """Those that are still building their model take over."""
@@ -272,6 +275,7 @@ class Weightless(nn.Module):
         return self.first(x.double()) + 2 * self.second(x.double())
 
 
+@pytest.mark.slow
 def test_clipping_with_staleness_is_of_each_steps_own_gradient(tmp_path: Path):
     """By its norm over all servers: an update is what one device makes of a worker's samples, by their part of the
     batch."""
@@ -384,6 +388,7 @@ def test_rows_of_tables_are_one_device_s(optimizer: str):
         assert certificate.verdicts[0].max_param_diff < 1e-12
 
 
+@pytest.mark.slow
 def test_bytes_are_by_rows_and_not_by_tables(tmp_path: Path):
     """A table a hundred times as large costs nothing on the wire, and is whole in the model that comes out."""
     pushed = []
@@ -432,7 +437,7 @@ class Norm(nn.Module):
         return self.out(self.norm(x))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("job", "plan", "kind", "why"),
     [

@@ -136,6 +136,7 @@ def start_run(tmp_path: Path, start_child: Callable[..., Any]) -> Callable[..., 
     return lambda job, plan, **options: Run(start_child, tmp_path / "run", job, plan, **options)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_comes_back(start_run: Callable[..., Run], wait_for: Callable[..., None]):
     """Both workers of a run, one after the other, and then the last two at once."""
     run = start_run(_job(20, sample_s=0.006), "servers=1 workers=2 staleness=1", restarts=4)
@@ -150,7 +151,7 @@ def test_a_killed_worker_comes_back(start_run: Callable[..., Run], wait_for: Cal
     assert sum(summary["staleness"].values()) == 20 * 3 * 2  # updates
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "rank", "save_every"),
     [
@@ -219,7 +220,7 @@ def _own_job(epochs: int, *, sample_s: float = 0.002) -> paceline.Job:
     )
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_steps_of_a_job_s_own_are_taken_once(
     start_run: Callable[..., Run], wait_for: Callable[..., None], rank: int

@@ -30,7 +30,7 @@ from paceline.training.stepper import Stepper
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*(name for name in OWN if name != "chain"), "llama"])
 def test_a_pipeline_of_two(name: str) -> None:
     """Skips, towers, ties, keyword inputs, ignored targets and a short last batch, under the default schedule."""
@@ -56,7 +56,7 @@ def test_schedules(plan: str) -> None:
     passes(split_job("chain"), plan)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -76,14 +76,14 @@ def test_products(plan: str) -> None:
     passes(split_job("chain"), plan)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two-tower", "unet", "routed"])
 def test_placed_parts(name: str) -> None:
     """Modules where a memory ledger puts them, alone and in two replicas."""
     passes(split_job(name), "place=2 data=2")
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -163,7 +163,7 @@ class Dense(nn.Module):
         return self.out(torch.stack(made).sum(0))
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -259,6 +259,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "planted",
     [
@@ -335,6 +336,7 @@ def refuse(model: nn.Module, graph: Capture, plan: str, words: str) -> None:
     assert words in str(refused.value)
 
 
+@pytest.mark.slow
 def test_models_with_fewer_pieces_than_a_plan_asks_for() -> None:
     """By verify, too."""
     model, graph = captured()
@@ -355,6 +357,7 @@ def test_models_with_fewer_pieces_than_a_plan_asks_for() -> None:
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("model", "plan", "words"),
     [
@@ -371,14 +374,14 @@ def test_models_that_a_plan_does_not_suit(
     assert words in str(refused.value)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2", "tensor=4"])
 def test_an_edit_in_place_stays_with_what_it_edits(plan: str) -> None:
     """No cut comes between them; shapes that don't divide leave a layer whole."""
     passes(classification_job(InPlace), plan)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -406,6 +409,7 @@ def test_a_mean_over_targets_that_count_is_named() -> None:
 # --- Placements by hand -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_placement_by_hand(tmp_path: Path) -> None:
     """The longest pattern wins."""
     path = tmp_path / "parts.toml"

@@ -38,6 +38,7 @@ class Critic(nn.Module):
         return output + gradient.norm(dim=1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_a_model_that_can_not_be_evaluated() -> None:
     """The job never does; the certificate says that verify did not either."""
     certificate = verdict(classification_job(Critic), "data=2")
@@ -82,6 +83,7 @@ class Seen(ListedPerceptron):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_model_that_an_evaluation_changes() -> None:
     certificate = verdict(classification_job(Seen), "tensor=2")
     assert certificate.passed and "an evaluation changes 'mean'" in (certificate.note or ""), (
@@ -103,7 +105,7 @@ class CentreInAttribute(ListedPerceptron):
         return output - self.centre
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "expected"), [("tensor=2", "passed"), ("pipeline=2", "coupled")])
 def test_an_attribute_that_becomes_a_buffer(plan: str, expected: str) -> None:
     certificate = verdict(classification_job(CentreInAttribute), plan)

@@ -93,6 +93,7 @@ def written(
     return path
 
 
+@pytest.mark.slow
 def test_its_figures_are_those_of_the_summary(tmp_path: Path):
     text = write(written(tmp_path)).read_text()
     inside = re.search(

@@ -44,6 +44,7 @@ def trained(
     return {name.removeprefix("net."): value for name, value in result.model().state_dict().items()}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_resumes_reports_and_audits(
     name: str, expected: dict[str, torch.Tensor], tmp_path: Path

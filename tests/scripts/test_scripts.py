@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scripts")
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("port", PORTS, ids=name_of)
 @pytest.mark.filterwarnings("ignore")  # of Accelerate and Transformers
@@ -91,11 +91,12 @@ def test_comments_and_what_is_left_out_are_no_changed_lines():
     assert changed_lines(before, after) == ["c = 4"]
 
 
+@pytest.mark.slow
 def test_the_loop_without_a_bug_is_equal(tmp_path: Path):
     assert proven(SOUND, tmp_path) == list(PROVEN)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_proof_finds_a_bug_of_a_loop(bug: Bug, tmp_path: Path):
     """Under each plan, so that it is not found by chance."""

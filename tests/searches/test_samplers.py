@@ -23,6 +23,7 @@ def bowl(trial: optuna.trial.Trial) -> float:
     return x**2 + (n / 20) ** 2 + extra**2
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_each_sampler_samples_spaces_with_conditions(name: str):
     """By its name, with a seed."""

@@ -53,6 +53,7 @@ def test_a_search_finds_the_best_and_leaves_all_that_is_promised(job: str, tmp_p
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trials", [8, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(550)])]
 )
@@ -88,6 +89,7 @@ def test_trials_of_one_and_of_two_ranks_see_the_same_parameters_on_every_rank(
         assert built == {f"built {trial['params']['width']} {kind}"}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=2"])
 def test_a_pruned_trial_ends_on_all_ranks_long_before_its_end(job: str, tmp_path: Path, plan: str):
     """And the next trial begins on the same devices."""
@@ -156,7 +158,7 @@ def test_all_ranks_of_a_pruned_trial_have_ended_a_second_after_the_pruner_said_s
     assert slowest_s < 1.0
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("how", "cause"), [("nan", "not a number|nan"), ("error", "no such luck"), ("dies", "SIGKILL")]
 )
@@ -204,6 +206,7 @@ def test_when_all_trials_fail_their_common_cause_is_told_once(job: str, tmp_path
     assert len(json.loads((tmp_path / "run" / "study.json").read_text())["trials"]) < 12
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "reason",
     [
@@ -302,6 +305,7 @@ class Early:
     assert states(study) == ["complete"] * 6
 
 
+@pytest.mark.slow
 def test_trials_that_fail_at_once_do_not_end_a_search_while_an_older_one_runs(
     job: str, tmp_path: Path
 ):
@@ -320,6 +324,7 @@ def test_trials_that_fail_at_once_do_not_end_a_search_while_an_older_one_runs(
     assert states(study) == ["complete"] + ["failed"] * 9
 
 
+@pytest.mark.slow
 def test_limits_refuse_before_training_and_predictions_are_objectives(job: str, tmp_path: Path):
     """A refused trial has no training in its folder; the Pareto front weighs loss and size."""
     run = tmp_path / "run"
@@ -480,7 +485,7 @@ def test_a_sampler_that_has_no_more_ends_the_study(job: str, tmp_path: Path):
     } == {(width, act) for width in grid["width"] for act in grid["net.act"]}
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2", "shard=2", "pipeline=2", "servers=1 workers=1"])
 def test_a_trial_equals_the_training_of_its_settings(job: str, tmp_path: Path, plan: str):
     """To the last bit, under the same plan; the process that runs it has run others before."""
@@ -511,7 +516,7 @@ def test_many_short_trials_of_one_and_of_two_ranks_leave_no_device_idle_for_ever
     assert len(study["trials"]) == 40 and set(states(study)) >= {"complete", "failed"}
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [

@@ -18,6 +18,7 @@ def run(*words: object) -> tuple[int, str, str]:
     return ran.exit_code, ran.stdout, ran.stderr
 
 
+@pytest.mark.slow
 def test_json_is_the_study_alone_and_the_winners_command_trains_it(job: str, tmp_path: Path):
     """With the value that the search found."""
     code, out, _ = run(
@@ -47,6 +48,7 @@ def test_json_is_the_study_alone_and_the_winners_command_trains_it(job: str, tmp
     assert (code, json.loads(out)["metrics"]["worst"]) == (0, study["best"]["value"])
 
 
+@pytest.mark.slow
 def test_people_see_the_winner(job: str, tmp_path: Path):
     """With its parameters, its test figures and how to train it."""
     code, out, _ = run("search", job, "--trials", 2, *FIXED, "--run", tmp_path / "run")

@@ -76,6 +76,7 @@ def command(file: str, trials: int, run: Path, *words: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_trials_run_on_both_nodes(cluster: Any, file: str, tmp_path: Path, trials: int):
     """With choices, pruning, the winner's test figures, and the value that training the winner gives."""
@@ -119,7 +120,7 @@ def test_a_node_that_dies_loses_no_trial(
     assert "is lost" in err
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -158,6 +159,7 @@ def test_a_run_folder_that_nodes_do_not_see_is_refused(
         pl.search(file, 2, settings=WORKS, ray=cluster.address, run=tmp_path / "run")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("address", "message"),
     [

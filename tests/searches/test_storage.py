@@ -99,6 +99,7 @@ def test_two_controllers_share_a_study_in_postgresql(
     assert all(list((tmp_path / name / "trials").iterdir()) for name in ("one", "two"))
 
 
+@pytest.mark.slow
 def test_a_database_that_is_down(job: str, tmp_path: Path):
     """The message names it, and what can be done."""
     with pytest.raises(
@@ -141,6 +142,7 @@ def test_an_unknown_kind_of_database(tmp_path: Path):
         open_storage(f"sqlite:///{tmp_path}/none/study.db", tmp_path)
 
 
+@pytest.mark.slow
 def test_trials_of_a_machine_that_says_nothing_any_more_are_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_for: Callable[..., None]
 ):

@@ -137,6 +137,7 @@ def test_a_trial_that_was_running_starts_again_with_its_parameters(
     assert after["params"] == before.params and after["number"] == 0
 
 
+@pytest.mark.slow
 def test_a_torn_journal_and_a_lock_that_is_left_are_put_right(
     job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

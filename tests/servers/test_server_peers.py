@@ -309,6 +309,7 @@ def _check_dismissed(run: Run, why: str) -> None:
     assert why in event["why"]
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("messages", "why"),
     [
@@ -394,6 +395,7 @@ def _rows(kind: Kind, *places: int, dtype: str = "none", step: int = 0) -> tuple
     return Header(kind, len(data), dtype, 1, 7, step, 0), data
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize(
     ("frames", "why"),
     [

@@ -21,6 +21,7 @@ from paceline.training.drivers import fault_policy, train_rank
 from paceline.training.settings import Settings
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_signal_to_a_second_server_or_a_worker(
     run_ranks: Callable[..., Any], tmp_path: Path, rank: int

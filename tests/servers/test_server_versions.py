@@ -63,6 +63,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, after: bo
     monkeypatch.setattr(owner, name, slow)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", ["servers=1 workers=1 staleness=2", "servers=1 workers=1 staleness=inf colocate=yes"]
 )

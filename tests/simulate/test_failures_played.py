@@ -17,6 +17,7 @@ from paceline.simulate.failures import (
 HOUR_S = 3600.0
 
 
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("mtbf_s", [1 * HOUR_S, 10 * HOUR_S, 100 * HOUR_S])
 @pytest.mark.parametrize("write_s", [5.0, 60.0, 600.0])
 @pytest.mark.parametrize("restart_s", [30.0, 600.0])

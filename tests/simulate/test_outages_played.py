@@ -29,6 +29,7 @@ def spare(num_hosts: int, repair_hours: float, num_spares: int) -> Outages:
     return Outages(num_hosts, num_spares, repair_hours * HOUR_S, resumed_s=400.0)
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("mtbf_hours", [1.0, 10.0, 100.0])
 @pytest.mark.parametrize(
     "outages",

@@ -125,6 +125,7 @@ def assert_equal_to_one_device(job: paceline.Job, folder: Path, *plans: str) -> 
             )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # an instance norm returns a view
 @pytest.mark.parametrize(
     ("model", "plans"),
@@ -178,6 +179,7 @@ class ActNorm(nn.Module):
         return (x + self.bias) * self.scale * (1 + self.forwards / 100)
 
 
+@pytest.mark.slow
 @pytest.mark.checked_runs
 def test_what_is_set_by_the_first_batch_is_set_by_all_of_it(tmp_path: Path) -> None:
     """Each replica has other samples of it, and some have one or none. What every forward changes goes on from where it
@@ -215,6 +217,7 @@ class PlanChoice(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("times", [lambda kind: 1, lambda kind: 1 + kind, lambda kind: 2 - kind])
 def test_replicas_that_take_other_courses_say_so(
     times: Callable[[int], int], tmp_path: Path

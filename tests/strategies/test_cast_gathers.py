@@ -124,6 +124,7 @@ def trained(
     )
 
 
+@pytest.mark.slow
 def test_only_what_autocast_casts_once_is_cast():
     names = cast_parameters(job(Uses))
     assert names == {
@@ -141,6 +142,7 @@ def test_only_what_autocast_casts_once_is_cast():
     }
 
 
+@pytest.mark.slow
 def test_a_rank_is_left_without_fake_tensors():
     assert cast_parameters_of_rank(job(Uses), torch.device("cpu")) == cast_parameters(job(Uses))
     assert not cast_parameters_of_rank(job(Cached), torch.device("cpu")) and not _positions
@@ -159,7 +161,7 @@ def test_a_tied_head_is_left_in_float32():
     assert "tokens.weight" not in names and any(name.startswith("blocks.0.") for name in names)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan", "precision"),
     [
@@ -197,6 +199,7 @@ def test_bits_are_those_of_float32_gathers(
     assert 0 < cast_bytes < gathered() - cast_bytes
 
 
+@pytest.mark.slow
 def test_gathers_of_a_small_gpt_have_little_more_than_half_of_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

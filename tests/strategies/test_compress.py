@@ -44,6 +44,7 @@ def vector(exponents: list[int], seed: int) -> torch.Tensor:
     return (drawn * torch.tensor([2.0**e for e in exponents]).unsqueeze(1)).flatten()
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(-40, 40), min_size=1, max_size=4), st.integers(0, 1000))
 def test_what_is_encoded_is_off_by_its_bound(exponents: list[int], seed: int) -> None:
     """bf16: half a unit in the last place of 8 bits; int8: 1/254 of the block's largest."""
@@ -123,6 +124,7 @@ def sums(form: str, rank: int, steps: int) -> tuple[list[list[torch.Tensor]], Co
     return sums_by_step, made
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sums_are_alike_on_all_ranks_and_near_the_exact_ones(
     run_ranks: Callable[..., list[Any]], ranks: int
@@ -266,6 +268,7 @@ def test_what_is_owed_is_kept_when_replicas_change(run_ranks: Callable[..., list
     assert run_ranks(body, 2) == [[15.0], [15.0]]
 
 
+@pytest.mark.slow
 def test_the_summary_counts_bytes(tmp_path: Path) -> None:
     """The same for a sum in shared memory as for one over the network; a quarter for int8, but for small buckets."""
     sent = {
@@ -287,6 +290,7 @@ def test_the_summary_counts_bytes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_float64_job_is_summed_in_float64(tmp_path: Path) -> None:
     """Its residuals are float64, and it learns."""
     figures = train(tmp_path / "run", "data=2 compress=topk", precision="float64", steps=30)

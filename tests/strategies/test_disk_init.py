@@ -138,6 +138,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_are_those_of_the_whole_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, in files and brought back from them, strides and ties with them; and so is what is drawn next."""
@@ -207,6 +208,7 @@ def read_by_safetensors(side: int, weights: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("make", "side"),
     [

@@ -81,6 +81,7 @@ JOBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2", pytest.param("data=3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", JOBS)
 @in_turn(lambda name, plan: JOBS[name]())
@@ -142,6 +143,7 @@ def test_a_write_that_changes_nothing_at_first_is_seen():
     """The target begins as a copy of what it follows."""
 
 
+@pytest.mark.slow
 def test_servers_see_a_write_that_changes_nothing_at_first(tmp_path: Path):
     with pytest.raises(
         RankFailed, match=r"a forward changes the parameter '0\.target\.bias' in place, and servers"
@@ -162,6 +164,7 @@ class Centred(nn.Module):
         return y - self.centre
 
 
+@pytest.mark.slow
 def test_servers_refuse_tensors_in_attributes_that_change(tmp_path: Path):
     """Each worker would go on with its own."""
     with pytest.raises(
@@ -170,7 +173,7 @@ def test_servers_refuse_tensors_in_attributes_that_change(tmp_path: Path):
         trained(stateful_job(Centred), "servers=1 workers=2", tmp_path)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["limit", "target"])
 def test_servers_refuse_edited_parameters(name: str, tmp_path: Path):
     """They keep the parameters and would not learn of it."""
@@ -241,6 +244,7 @@ class Seeing(nn.Module):
         return self.layers(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Seeing, pytest.param(TwoNets, marks=pytest.mark.slow)])
 def test_stand_ins_leave_no_trace_in_buffers(model: type[nn.Module], tmp_path: Path):
     """A window of one sample: three micro-batches of each replica, and all of the second one's, are stand-ins."""

@@ -43,6 +43,7 @@ def layers() -> Profile:
     return LazyPieces(job, profile_job(job)).layers()
 
 
+@pytest.mark.slow
 def test_blocks_that_are_alike_are_one_segment(layers: Profile):
     """With all their parameters, and every product's shape."""
     (blocks,) = (segment for segment in layers.segments if segment.unit)
@@ -92,6 +93,7 @@ class Tapered(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_layers_that_differ_are_dealt_by_their_work():
     """The first, which is half of the work, is a stage of its own; what is frozen is held and has no gradient."""
     x = torch.zeros(64, 512)

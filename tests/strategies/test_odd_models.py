@@ -32,7 +32,7 @@ EXACT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize("name", EXACT)
 @in_turn(
@@ -107,6 +107,7 @@ def test_a_weight_of_three_modules() -> None:
     """Two of them on one rank, where it is whole, so that it is whole on the other too."""
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -194,7 +195,7 @@ def test_a_loss_that_writes_to_the_output() -> None:
     """FSDP2 must know of the gradient though the output is a view."""
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", odd.SPLITS)
 @pytest.mark.parametrize(
     ("job", "words"),
@@ -264,7 +265,7 @@ def scripted() -> nn.Module:
     return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))  # type: ignore[no-any-return]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("block", "plan", "words"),

@@ -220,6 +220,7 @@ def test_it_is_among_the_relaxed_plans_and_has_a_price():
     assert single.ledger.get("communication", 0) < estimated.ledger["communication"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gossip")
 @pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_it_trains_as_a_loop_by_hand(tmp_path: Path, replicas: int):
@@ -231,6 +232,7 @@ def test_it_trains_as_a_loop_by_hand(tmp_path: Path, replicas: int):
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gossip")
 def test_a_resumed_run_goes_on_bit_by_bit_and_other_plans_take_over(tmp_path: Path):
     train(tmp_path / "whole", "gossip=2", save_every=5)
@@ -247,6 +249,7 @@ def test_a_resumed_run_goes_on_bit_by_bit_and_other_plans_take_over(tmp_path: Pa
     assert again["steps"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gossip")
 def test_verify_says_that_it_is_relaxed_and_what_is_exact():
     certificates = paceline.verify(make_job(), ["gossip=2"])

@@ -90,7 +90,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["single recompute=full"])
 @pytest.mark.parametrize("name", MODELS)
 @in_turn(lambda name, plan: stateful_job(MODELS[name]))
@@ -106,7 +106,7 @@ def test_state_changes_once_in_each_micro_batch():
     """Weights and buffers are one device's, which computes them one after the other."""
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["codebook", "batch_norm", "attributes"])
 def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
     """FSDP2 gathers a block for the second forward, and the state is still as it was in the first."""
@@ -117,7 +117,7 @@ def test_blocks_that_are_sharded_too(name: str, tmp_path: Path):
     assert_same(actual, expected, "shard=2 recompute=full")
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "reference"),
     [

@@ -33,6 +33,7 @@ def sums(made: Reduction, rank: int) -> list[list[torch.Tensor]]:
     return sums_by_step
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shared_memory_sums_as_the_network_does(
     run_ranks: Callable[..., list[Any]], ranks: int

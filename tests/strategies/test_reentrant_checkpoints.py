@@ -38,6 +38,7 @@ class Shared(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -91,6 +92,7 @@ def test_servers(tmp_path: Path):
     assert_alike(stateful_job(Shared, steps=4), "servers=1 workers=2", tmp_path)
 
 
+@pytest.mark.slow
 def test_stages_that_share_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Two stages of one rank add to it, the second after the last micro-batch of the first."""
     monkeypatch.setattr(rank_process, "register", lambda: "gloo")

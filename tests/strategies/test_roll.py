@@ -93,6 +93,7 @@ def _run(context: Any, ways: list[list[int]]) -> str:
     return "went on"
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("ways", "messages"),
     [

@@ -80,6 +80,7 @@ def step(block: nn.Module, x: Tensor, *, selective: bool) -> tuple[list[Tensor |
     )
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize(("attend", "spared"), [(plain, 2), (in_place, 2), (summed, 1), (fused, 0)])
 def test_what_lies_between_the_products_is_not_kept(
@@ -126,6 +127,7 @@ class Net(nn.Module):
         return x.mean(1)
 
 
+@pytest.mark.slow
 def test_a_price_knows_what_is_spared_and_done_again():
     """Of a block and sample: the scores after the softmax and after dropout, and one of attention's products."""
     x = torch.randn(8, LENGTH, WIDTH)

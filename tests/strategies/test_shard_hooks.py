@@ -39,6 +39,7 @@ def scaled() -> nn.Module:
     return net
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

@@ -32,6 +32,7 @@ class Counting(nn.Module):
         return y + 0.0 * self.edits
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "forwards", "backwards"),
     [
@@ -53,6 +54,7 @@ def test_micro_batches_without_samples_change_nothing(
     assert state["edits"].tolist() == [forwards] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.checked_runs
 def test_a_forward_may_change_a_weight_at_once(tmp_path: Path):
     """The first update is compared from the weights that the first forward finds."""
@@ -81,7 +83,7 @@ class Edited(nn.Module):
         return self.linear(x) + 0.0 * self.edits
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -143,7 +143,7 @@ def table_job(
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("optimizer", "plan"),
     [
@@ -275,7 +275,7 @@ class TwoOptimizers(torch.optim.Optimizer):
         self.dense.step()
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_an_optimizer_for_tables_and_one_for_the_rest(
     plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -155,7 +155,7 @@ def validation_loss(model: Callable[[], nn.Module], plan: str, folder: Path) -> 
     return float(summary["validation_loss"])
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
@@ -179,7 +179,7 @@ def test_the_loss_of_an_evaluation(
     )
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Averaged, AverageElsewhere])
 def test_a_layer_whose_place_has_two_parts(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """The average follows at the beginning of a forward, on another rank than the layer that it is of: an evaluation

@@ -29,6 +29,7 @@ def shard_of(whole: Tensor, placement: Placement, exchanges: Exchanges) -> Tenso
     return whole
 
 
+@pytest.mark.slow
 def test_every_move_keeps_the_value_and_its_gradient(run_ranks: Callable[..., Any]) -> None:
     """A part's gradient is a part; that of a whole value or of a sum is whole, and that of a mean divided."""
 

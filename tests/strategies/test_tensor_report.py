@@ -74,6 +74,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "ranks"),
     [

@@ -101,6 +101,7 @@ def cuts_of_blocks(context: Any) -> dict[str, Any]:
 FUSED = {"qkv.weight": [0, 3], "o.weight": [1, 1], "gated.weight": [0, 2], "down.weight": [1, 1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "expected"), [("view", FUSED), ("experts", {"up": [2, 2], "down": [2, 1]})]
 )
@@ -134,7 +135,7 @@ def ends_alike(model: Callable[[], nn.Module], plan: str, folder: Path) -> None:
     )
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tensor=2", "shard=2 tensor=2"])
 @pytest.mark.parametrize(
     "model",
@@ -166,6 +167,7 @@ class Gated(nn.Module):
         return x + self.down(torch.sigmoid(gate) * value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [Gated, pytest.param(Fused, marks=pytest.mark.slow)])
 def test_a_run_with_blocks_goes_on_elsewhere(
     block: Callable[[], nn.Module], tmp_path: Path
@@ -459,6 +461,7 @@ def test_values_that_can_not_be_cut_pass_whole(seen: dict[str, Any]) -> None:
     assert observed["five"] == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -546,6 +549,7 @@ def run_and_sent(stepper: Any) -> list[int]:
     return [forward.exchanges, backward.exchanges, weight_bytes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_bytes", [0, pytest.param(2**30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", ["flat", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "experts"))]
@@ -626,6 +630,7 @@ def test_a_plan_that_the_model_brings(seen: dict[str, Any]) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -639,6 +644,7 @@ def test_a_plan_that_the_model_brings_costs_speed_at_worst(
     ends_alike(lambda: planned(plan), "tensor=2", tmp_path)
 
 
+@pytest.mark.slow
 def test_transformers_plans_are_read() -> None:
     """Patterns of modules and of parameters, with a base model's prefix."""
     transformers = needed("transformers")
@@ -662,6 +668,7 @@ def test_transformers_plans_are_read() -> None:
     assert published(nn.Linear(2, 2)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "ranks", "groups"),
     [pytest.param("tensor=2", 2, 1, marks=pytest.mark.slow), ("data=2 tensor=2", 4, 3)],

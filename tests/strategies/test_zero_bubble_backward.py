@@ -25,6 +25,7 @@ class Recurrent(nn.Module):
         return self.last(h)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pipeline=2 microbatches=3 schedule=zero-bubble"])
 @in_turn(lambda plan: stateful_job(Recurrent))
 def test_weights_that_a_stage_uses_twice():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 
+@pytest.mark.slow
 def test_forks_of_a_process_that_uses_no_cuda_are_good():
     """A process of its own is asked: a backward, as in earlier tests, uses CUDA where torch is built for it."""
     code = (

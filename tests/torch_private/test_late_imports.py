@@ -13,6 +13,7 @@ OPTIMIZER = "torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])"
 EXPORT = "torch.export.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),))"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("names", "does"),
     [(OF_OPTIMIZERS, OPTIMIZER), (OF_CAPTURING[:-3], EXPORT), (OF_COMPILING[:1], EXPORT)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 
+import pytest
 import torch
 
 from paceline.torch_private import pytree
@@ -11,6 +12,7 @@ from paceline.torch_private import pytree
 Pair = namedtuple("Pair", "left right")
 
 
+@pytest.mark.slow
 def test_containers_are_trees_and_other_values_leaves():
     """None is a leaf, unlike in other libraries."""
     value = {"a": [1, (2, None)], "b": OrderedDict(c=Pair(3, {4}))}

@@ -36,6 +36,7 @@ def with_one(values: torch.Tensor, index: int, value: int) -> torch.Tensor:
     return changed
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("data", "model", "named", "own_line"),
     [

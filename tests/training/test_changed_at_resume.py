@@ -67,6 +67,7 @@ SCHEDULED = {
 }  # a line of a step has the rate of the next one: 0.05 after the third
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("before", "after", "words", "rates"),
     [

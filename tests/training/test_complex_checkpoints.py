@@ -59,7 +59,7 @@ def waves(**changes: Any) -> paceline.Job:
     return paceline.Job(**{**fields, **changes})
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -101,6 +101,7 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
         torch.testing.assert_close(exported[name], tensor, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_verify_compares_complex_numbers() -> None:
     """Its reference, and what it reads of a plan's checkpoint, are complex too."""
     (certificate,) = paceline.verify(waves(), ["shard=2"], steps=3)

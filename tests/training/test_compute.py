@@ -135,7 +135,7 @@ def close(value: Any, expected: Any) -> bool:
     ("compute", "model"),
     [(classify, Classifier), (classify_some, Classifier), (reconstruct, Autoencoder)],
 )
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(1)
 def test_plans_equal_a_loop_by_hand(
     plan: str, compute: Any, model: type[nn.Module], tmp_path: Path
 ):
@@ -157,6 +157,7 @@ def test_plans_equal_a_loop_by_hand(
         torch.testing.assert_close(trained.get_parameter(name), p, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_validate_takes_the_place_of_compute_in_evaluations(tmp_path: Path):
     """Without it, `compute` gives the validation loss and metrics, over all samples once."""
     data = Rows()
@@ -182,6 +183,7 @@ def test_validate_takes_the_place_of_compute_in_evaluations(tmp_path: Path):
         assert close(result.metrics, {"validation_loss": float(loss), **others})
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=3", "pipeline=2"])
 def test_figures_come_when_they_come(plan: str, tmp_path: Path):
     """One sample of the second batch brings new names, which no other rank has."""
@@ -199,6 +201,7 @@ def test_figures_come_when_they_come(plan: str, tmp_path: Path):
     assert rows == [others, come, others] * 2
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("plan", ["single", "data=2", "servers=1 workers=2"])
 def test_evaluations_have_figures_of_some_batches(plan: str, tmp_path: Path):
     """Ranks have figures of other names, and in another order; each name is summed by itself."""
@@ -225,6 +228,7 @@ def test_evaluations_have_figures_of_some_batches(plan: str, tmp_path: Path):
     assert close(result.metrics, expected)
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_first_evaluation(tmp_path: Path):
     """An optimizer with a closure computes the loss of a step several times."""
 
@@ -293,6 +297,7 @@ def contrast(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(likeness, torch.arange(len(output), device=output.device))
 
 
+@pytest.mark.slow
 @pytest.mark.checked_runs
 def test_a_loss_that_compares_samples_is_found(tmp_path: Path):
     """The check of the first update names the cause under a plan that cuts the batch, and passes another one."""
@@ -320,6 +325,7 @@ def test_a_state_of_its_own_is_found(tmp_path: Path):
         pl.train(job_of(compute, epochs=1), "data=2", run=tmp_path, table=False)
 
 
+@pytest.mark.slow
 @pytest.mark.checked_runs
 def test_the_first_update_is_checked(tmp_path: Path):
     """The proof's one device computes the batch as ranks do."""
@@ -344,6 +350,7 @@ def test_fields_that_contradict_it_are_refused(changes: dict[str, Any], message:
         replace(job_of(classify), **changes)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "figures", "message"),
     [
@@ -362,6 +369,7 @@ def test_figures_that_a_plan_or_a_run_can_not_have(
         pl.train(job, plan, run=tmp_path / "run", table=False)
 
 
+@pytest.mark.slow
 def test_a_course_that_depends_on_values_is_refused_where_it_is_recorded(tmp_path: Path):
     """A plan that keeps the model whole runs it."""
 

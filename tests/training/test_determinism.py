@@ -165,7 +165,7 @@ def train(plan: str, run: Path, **options: Any) -> dict[str, torch.Tensor]:
     return load_file(run / "model.safetensors")
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

@@ -67,6 +67,7 @@ def work(context: Any) -> bool:
     return live
 
 
+@pytest.mark.slow
 def test_plain_lines_where_there_is_no_terminal(
     run_ranks: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

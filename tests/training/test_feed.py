@@ -343,6 +343,7 @@ class Broken(Slow):
         return super().__getitem__(index)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("loader_workers", [0, 1])
 def test_an_item_that_raises_is_named(loader_workers: int, run_ranks: Any):
     """The index, the first exception and its line are told, the same from a loader worker as without one."""

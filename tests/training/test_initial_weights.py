@@ -95,7 +95,7 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-12)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -225,6 +225,7 @@ def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_verify_holds_the_weights_against_one_device(tmp_path: Path) -> None:
     """A certificate covers them, and a rank that skips a weight fails it."""
     save_file(pretrained(), tmp_path / "weights.safetensors")
@@ -245,6 +246,7 @@ def test_verify_holds_the_weights_against_one_device(tmp_path: Path) -> None:
     assert [certificate.passed for certificate in certificates] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_part_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_ranks: Callable[..., Any]
 ) -> None:

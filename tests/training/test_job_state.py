@@ -190,6 +190,7 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "plans"),
     [

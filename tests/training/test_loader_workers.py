@@ -85,6 +85,7 @@ def test_a_hung_worker_ends_with_a_killed_command(
         os.kill(int(own.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux's /proc, which lists a rank's processes"
 )

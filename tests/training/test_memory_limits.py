@@ -49,6 +49,7 @@ def large_job() -> paceline.Job:
     )
 
 
+@pytest.mark.slow
 def test_one_device_is_refused_with_the_ledger(tmp_path: Path) -> None:
     """Nothing starts; the message says what is needed for what, what there is, and which plans would fit."""
     with pytest.raises(PlanError) as caught:

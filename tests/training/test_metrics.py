@@ -141,7 +141,7 @@ def train(job: paceline.Job, plan: str, run: Path) -> paceline.api.result.Result
     )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_figures_are_those_of_all_samples_at_once(plan: str, tmp_path: Path) -> None:
     job = make_job(MEANS | WHOLES)
@@ -159,6 +159,7 @@ def test_figures_are_those_of_all_samples_at_once(plan: str, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "metric",
     [perplexity, f1, r2, masked_mean, wrong_sums, Running()],
@@ -183,7 +184,7 @@ def test_what_parts_do_not_add_up_to_is_refused(metric: Any, tmp_path: Path) -> 
         )
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -218,7 +219,7 @@ def of_all(output: Tensor, target: Tensor) -> int:
     return len(output)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -277,6 +278,7 @@ class Starting(nn.Module):
         return self.layer(x) * self.bias * self.evaluations
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "shard=2"])
 def test_looking_at_metrics_leaves_no_trace(plan: str, tmp_path: Path) -> None:
     """Nor does it need what training makes."""

@@ -53,6 +53,7 @@ def is_odd(figures: dict[str, float]) -> bool:
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "servers=1 workers=1"])
 def test_figures_that_are_no_numbers_and_damaged_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], plan: str

@@ -73,6 +73,7 @@ def expected(example: pl.Job) -> list[Norms]:
     return norms
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "data=2", "shard=2", "tensor=2", "pipeline=2"])
 def test_norms_of_gradients_are_those_of_one_device(
     plan: str, example: pl.Job, expected: list[Norms], tmp_path: Path

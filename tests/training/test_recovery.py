@@ -181,6 +181,7 @@ def slow_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output, target)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "server", "most"),
     [
@@ -354,6 +355,7 @@ def test_copies_fit_into_half_of_the_memory_beside_those_that_are_made(
     memory.close()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "poor_rank"), [("data=2", 1), ("servers=1 workers=1 staleness=1", 0)]
 )

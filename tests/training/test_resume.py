@@ -168,7 +168,7 @@ def test_a_killed_run_goes_on_bitwise(plan: str, after_step: int, tmp_path: Path
     assert losses(whole) == losses(cut)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -197,7 +197,7 @@ def test_a_run_goes_on_under_another_plan(before: str, after: str, tmp_path: Pat
         torch.testing.assert_close(weights(tmp_path / "cut")[name], tensor, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [("data=2", "data=3"), ("data=3 microbatches=2", "shard=2"), ("single", "data=4")],
@@ -266,6 +266,7 @@ def steps_of(record: Path, plan: str, *, first: int = 0, last: int = STEPS) -> l
     return steps
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", ["single", "servers=1 workers=2", "servers=1 workers=2 staleness=2"]
 )
@@ -289,6 +290,7 @@ def test_a_run_that_has_no_step_left_is_resumed(
     assert paceline.audit(tmp_path).passed
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "servers=1 workers=2"])
 def test_a_run_that_is_complete_keeps_its_figures_when_it_is_resumed(
     plan: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

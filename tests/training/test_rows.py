@@ -116,6 +116,7 @@ def assert_same(one: Any, other: Any) -> None:
     assert torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in (one, other)))
 
 
+@pytest.mark.slow
 @given(data=data_sets(), places=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=12))
 def test_rows_at_once_are_the_samples_one_by_one(data: Any, places: list[int]):
     """Types, shapes, layouts and bits are those of samples that are read and stacked one by one."""

@@ -79,6 +79,7 @@ def test_only_the_steps_asked_for_are_noted():
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "whats"),
     [

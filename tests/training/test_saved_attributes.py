@@ -83,7 +83,7 @@ def train(job: paceline.Job, plan: str, run: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("before", "after"),
     [("single", "single"), ("data=2", "single"), ("shard=2", "data=2"), ("single", "shard=2")],
@@ -116,7 +116,7 @@ class Centred(nn.Module):
         return output - self.center
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -32,6 +32,7 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "calls"), [("single microbatches=4", 4 + 2), ("data=3", 2), ("shard=3 zero=2", 2)]
 )

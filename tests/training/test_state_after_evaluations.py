@@ -91,7 +91,7 @@ class Centred(nn.Module):
         return self.layers(x)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", ["pipeline=2 shard=2 microbatches=1", "shard=2 zero=1", "shard=2", "data=2"]
 )

@@ -108,6 +108,7 @@ def taken(job: pl.Job, tell: Callable[[Stepper], None]) -> Stepper:
     return stepper
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("step", "messages", "precision"),
     [

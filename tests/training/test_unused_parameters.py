@@ -152,7 +152,7 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         )
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("model", "optimizer", "plan", "then"),
     [
@@ -179,6 +179,7 @@ def test_parameters_without_a_gradient_stay(
     assert_same(trained(job, plan, then, tmp_path / "run"), trained_plainly(job))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "servers=1 workers=2"])
 def test_it_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str], plan: str):
     """With the step and the names; there is no word of those that stand in a list beside used ones."""
@@ -223,6 +224,7 @@ def heads_in_turn(ctx: Any, batch: Any) -> None:
         ctx.update(name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.checked_runs
 @pytest.mark.parametrize("plan", ["single", "data=2", "shard=2"])
 def test_a_step_of_ones_own(tmp_path: Path, plan: str):
@@ -262,6 +264,7 @@ def test_a_step_of_ones_own(tmp_path: Path, plan: str):
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.checked_runs
 @pytest.mark.parametrize(("plan", "precision"), [("data=2", "fp16"), ("shard=2", "bf16")])
 def test_unused_parameters_stay_in_short_precisions(tmp_path: Path, plan: str, precision: str):
@@ -306,6 +309,7 @@ class TakenAway(Adapters):
         )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single", "tensor=2", "place=2"])
 def test_an_optimizer_step_in_backward(tmp_path: Path, plan: str):
     """Where a backward sees the whole batch, it trains as in a plain loop."""
@@ -316,6 +320,7 @@ def test_an_optimizer_step_in_backward(tmp_path: Path, plan: str):
     assert_same(load_file(tmp_path / "run" / "model.safetensors"), trained_plainly(job))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan", ["data=2", "shard=2", "servers=1 workers=2", "single microbatches=2"]
 )
@@ -328,6 +333,7 @@ def test_an_optimizer_step_in_backward_of_a_part_of_the_batch(tmp_path: Path, pl
         paceline.train(a_job(UpdatedInBackward), plan, run=tmp_path / "run")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_a_gradient_that_a_hook_takes_away(tmp_path: Path, plan: str):
     """Its parameter stays as it is."""

@@ -148,6 +148,7 @@ def _changing() -> Any:
     return Changing()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -206,6 +207,7 @@ def _with_labels_in_lists(rows: list[Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_overridden_methods_run_where_the_model_is(tmp_path: Path):
     """A model that returns a tuple and has a hook on a parameter, labels in nested lists, Adagrad, an overridden
     `prediction_step` and a loader with another batch size are as on one device."""
@@ -262,6 +264,7 @@ class _Averages(torch.optim.SGD):
         self._swap(is_training=False)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["data=2", "shard=2"])
 def test_an_optimizer_with_train_and_eval_is_told_of_both(plan: str, tmp_path: Path):
     """Evaluations, and the weights that stay, are of `eval()`; steps go on from those of `train()`."""
@@ -312,6 +315,7 @@ class _Iterates:
         return _Uneven(self.train_dataset)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_loader_that_is_only_iterable_keeps_its_batches(tmp_path: Path):
     """Each batch of it is a step, in each epoch anew; a batch that can't be cut, and an iterator, are refused."""
 
@@ -387,6 +391,7 @@ def test_hooks_of_an_optimizer_and_what_is_between_micro_batches_are_refused(tmp
         _trainer(_kinds(Hooked)[1], tmp_path, _Line(), plan="single").train()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("event", "act", "message"),
     [
@@ -510,6 +515,7 @@ class _Interrupted:
             manager.is_checkpoint_requested = True
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_stop_goes_on_with_other_batches(tmp_path: Path):
     """As Trainer goes on: from the step that it had come to. Tokens are counted."""
 
@@ -537,6 +543,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_with_other_batches(tmp_path: Path):
     _compare(make, tmp_path, "data=2", _Interrupted)
 
 
+@pytest.mark.slow
 def test_noise_of_embeddings_is_for_plans_with_whole_ones(tmp_path: Path):
     from test_transformers_trainer import _model, _trainer
 

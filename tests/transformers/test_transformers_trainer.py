@@ -151,6 +151,7 @@ def _equal_weights(model: Any, plain: Any) -> None:
         torch.testing.assert_close(tensor, expected, atol=2e-6, rtol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_as_on_one_device(tmp_path: Path):
     """Losses, norms, rates, metrics, predictions, events, the best checkpoint and the adapters are Trainer's own under
     data=2, and what was saved loads again."""
@@ -253,6 +254,7 @@ class _OwnLoss:
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_a_plateau_and_a_compute_loss_go_on_under_another_plan(tmp_path: Path):
     """Rates follow evaluations, the loss is a subclass's, and a run that stopped under shard=2 after its rate fell goes
     on on one device."""
@@ -305,6 +307,7 @@ class _Logs(_OwnLoss):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.slow
 def test_what_a_compute_loss_logs_is_in_the_log(tmp_path: Path):
     """In each step and in each batch of an evaluation, over uneven parts."""
     from paceline.transformers import PlannedTraining
@@ -332,6 +335,7 @@ def test_what_a_compute_loss_logs_is_in_the_log(tmp_path: Path):
     _equal_logs(planned.state.log_history, plain.state.log_history)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["shard=2", "tensor=2", "pipeline=2 microbatches=2"])
 def test_a_compute_loss_is_recorded_with_the_model(plan: str, tmp_path: Path):
     """The weights of a model in float64 are those of one device, but for its norms, which compute in float32; so are
@@ -394,6 +398,7 @@ def _weighted(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("options", [{}, {"compute_loss_func": _weighted}])
 def test_a_weighted_mean_is_refused_where_the_batch_is_cut(options: dict[str, Any], tmp_path: Path):
     """torch divides it by the weights, which no part of a batch knows of the others. The same as a sum is taken."""
@@ -547,6 +552,7 @@ def test_what_is_generated_is_by_the_weights_of_the_moment(
         ).train()
 
 
+@pytest.mark.slow
 def test_smoothed_labels_and_images_are_trained_as_on_one_device(tmp_path: Path):
     """Mappings of images, classes as labels, label smoothing, a schedule that was given; operations are counted."""
     from paceline.transformers import Trainer
@@ -769,6 +775,7 @@ def test_labels_that_the_trainer_counts_and_the_loss_leaves_out(tmp_path: Path):
     _equal_weights(planned.model, plain.model)
 
 
+@pytest.mark.slow
 def test_tags_weigh_the_same_in_two_micro_batches_as_in_one(tmp_path: Path):
     """Trainer sums the means of micro-batches of a model that takes no number of items. Here their mean is one over all
     labels, which is Trainer's of the whole batch. One sample is evaluated under two replicas, too."""
@@ -825,6 +832,7 @@ def test_tags_weigh_the_same_in_two_micro_batches_as_in_one(tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 def test_a_stream_is_evaluated_where_it_ends(tmp_path: Path):
     """Each time, as by Trainer; `epoch` counts how often it began."""
     from paceline.transformers import Trainer

@@ -45,6 +45,7 @@ def made(shape: Any, dtype: torch.dtype, rank: int, *, shared: bool) -> Tensor:
     return tensor.copy_(values)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_gives_what_gloo_gives(
     run_ranks: Callable[..., list[Any]], small_parts: None, ranks: int

@@ -55,6 +55,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm"])
 def test_a_port_in_use(launcher: str, taken: int):
     """Rank 0 says which, and what to set."""
@@ -65,6 +66,7 @@ def test_a_port_in_use(launcher: str, taken: int):
         join(_environment(taken, launcher=launcher), timeout_s=2)
 
 
+@pytest.mark.slow
 def test_nobody_is_there():
     """A rank that finds nobody says where it looked."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -75,6 +77,7 @@ def test_nobody_is_there():
         join(_environment(port, launcher="Slurm", rank=1), timeout_s=1)
 
 
+@pytest.mark.slow
 def test_others_do_not_come(monkeypatch: pytest.MonkeyPatch):
     """Rank 0 does not wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -92,6 +95,7 @@ def _agreed(make: Callable[[], str], *, timeout_s: float) -> str:
         return other.result()
 
 
+@pytest.mark.slow
 def test_rank_0_may_take_longer_than_a_rank_may_hang(monkeypatch: pytest.MonkeyPatch):
     """It gives signs of life meanwhile. The clock of who waits goes on where it looks, and in nobody's pause."""
     clock_s = 0.0

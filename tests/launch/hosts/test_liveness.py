@@ -206,7 +206,7 @@ def hang_together(misbehave: Callable[[], Any], culprit: int) -> Callable[[Any],
     return body
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_others_end_when_a_rank_is_stopped(start_ranks: Any, culprit: int):
     """After the timeout: it might go on before. Another rank looks, whichever is stopped."""
@@ -222,6 +222,7 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL("libc.so.6").read(reading, ctypes.create_string_buffer(1), 1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: calls glibc")
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_rank_that_holds_the_interpreter_is_named(start_ranks: Any, culprit: int):
@@ -236,12 +237,14 @@ def test_a_rank_that_holds_the_interpreter_is_named(start_ranks: Any, culprit: i
     )
 
 
+@pytest.mark.slow
 def test_others_end_when_one_is_stopped_and_another_killed(start_ranks: Any):
     ranks = start_ranks(4, body_of({1: stop, 3: die}), timeout_s=600.0)
     assert [ranks[number].exit_code() for number in (0, 2)] == [PeerLost.exit_code] * 2
     assert "rank 3 is gone" in ranks[0].stderr + ranks[2].stderr
 
 
+@pytest.mark.slow
 def test_forks_of_a_rank_do_not_hide_its_death(start_ranks: Any, tmp_path: Path):
     """A loader's workers outlive their rank for some seconds, with all that they inherited."""
 
@@ -285,6 +288,7 @@ def test_others_end_when_a_rank_fails(
     assert "out of memory" in ranks[1].stderr and not ranks[0].stderr and not ranks[2].stderr
 
 
+@pytest.mark.slow
 def test_who_leaves_as_it_should_ends_nobody(start_ranks: Any, tmp_path: Path):
     """One is done and one was asked to stop; the others have still something to write."""
 

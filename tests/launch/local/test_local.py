@@ -144,6 +144,7 @@ def test_signals_are_as_before_when_the_ranks_have_ended(run_ranks: Callable[...
 # --- When a rank fails ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_rank_that_raised_is_reported(run_ranks: Callable[..., Any], tmp_path: Path):
     """Others only hear that a peer left; the message is that of the rank that raised, with its log."""
 
@@ -177,6 +178,7 @@ def hang_up() -> None:
     os.kill(os.getpid(), signal.SIGHUP)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("end", "words"),
     [
@@ -272,6 +274,7 @@ def test_a_program_that_ends_itself(run_ranks: Callable[..., Any]):
         run_ranks(lambda context: sys.exit(0), 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ignores_everything_is_killed(
     run_ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -385,6 +388,7 @@ def test_a_hung_rank_is_named_once_when_all_start_again(
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_starts_again_alone(
     run_ranks: Callable[..., Any], number: int, monkeypatch: pytest.MonkeyPatch

@@ -153,6 +153,7 @@ def test_a_process_that_died_between_tasks_is_replaced(
     assert end.failure is None and end.value[0] != pid
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("does", "value"), [("stop", "stopped"), ("hang", None)])
 def test_a_task_that_is_stopped_ends_soon(make_pool: Callable[[int], Pool], does: str, value: Any):
     """By itself if it can, else it is killed; neither is a failure."""
@@ -180,6 +181,7 @@ def test_each_task_has_its_log(make_pool: Callable[[int], Pool], tmp_path: Path)
     ]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_pool(make_pool: Callable[[int], Pool]):
     """Also those that hang."""
     before = set(psutil.Process().children(recursive=True))
@@ -191,6 +193,7 @@ def test_ranks_end_with_the_pool(make_pool: Callable[[int], Pool]):
     assert not psutil.wait_procs(ranks, timeout=PATIENCE_S)[1]
 
 
+@pytest.mark.slow
 def test_a_rank_alone_that_computes_nothing_is_ended(nothing_left: Path):
     """Nobody else waits for it, and it would wait for ever; its device is free for the next task."""
     with Pool(body, Cluster.local("cpu:0").devices, timeout_s=1.0) as pool:

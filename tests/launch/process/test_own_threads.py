@@ -19,6 +19,7 @@ def fail() -> None:
     raise TypeError("no such message")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_thread_that_fails_ends_the_run(run_ranks: Any, ranks: int):
     """Rank, step and cause are told, and nobody waits for what the ranks do."""

@@ -60,6 +60,7 @@ def test_ranks_that_somebody_else_started_share_a_file(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_a_condition_on_a_rank_s_own_samples(tmp_path: Path):
     """It holds on one rank alone. The ranks then exchange different figures, or gloo aborts one, which says nothing of
     the step; the run ends there."""

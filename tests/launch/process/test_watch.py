@@ -221,6 +221,7 @@ def test_a_rank_that_hangs(run_ranks: Any, hang_begins: Path):
     assert "time.sleep(1000)" in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_answers")
 def test_a_rank_that_is_stopped(run_ranks: Any, hang_begins: Path):
     """A rank that the kernel holds is named by the others and ended with them."""
@@ -238,6 +239,7 @@ def test_a_rank_that_is_stopped(run_ranks: Any, hang_begins: Path):
     assert raised.value.exit_code == PeerLost.exit_code
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_answers")
 def test_a_rank_that_skips_a_collective(run_ranks: Any, hang_begins: Path):
     """A rank that waits in another collective than the others is found by nobody reaching the end."""
@@ -261,6 +263,7 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL("libc.so.6").read(reading, ctypes.create_string_buffer(1), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: calls glibc")
 def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any, hang_begins: Path):
     """No thread of the rank can speak; its stack and its line are told all the same, and nobody waits for its end."""
@@ -280,6 +283,7 @@ def test_a_rank_in_a_native_call_that_holds_the_interpreter(run_ranks: Any, hang
     assert ".read(reading" in failure.trace and failure.host
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_that_nobody_waits_for_are_told_of(
     run_ranks: Any,
@@ -314,6 +318,7 @@ def test_ranks_that_nobody_waits_for_are_told_of(
     assert stderr_text.count("nobody waits for it, so the run goes on") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_alone_that_computes_nothing_is_ended(run_ranks: Any):
     """It waits for what doesn't come, so the run would never end."""
 

@@ -170,7 +170,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -271,6 +271,7 @@ class ByPath(Small):
         return x + self.linear(x) if ".0." in self.path else super().forward(x, mask, scale=scale)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "model",
     [
@@ -308,7 +309,7 @@ class Around(Llama):
         return self.head(self.norm(x))
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Around, partial(Llama, block=ByNumber)])
 def test_a_capture_of_some_blocks_is_priced_as_one_of_all(model: Any):
     """Blocks that hold nothing while others are recorded are recorded after all where that is not enough."""
@@ -327,6 +328,7 @@ class Keeping(Llama):
         return made + self.kept
 
 
+@pytest.mark.slow
 def test_a_planned_model_is_built_once_and_left_as_it_was():
     """For traces, casts, captures, and another precision, which find nothing of each other."""
     built: list[nn.Module] = []
@@ -376,6 +378,7 @@ def test_blocks_fold_whatever_autograd_keeps_of_them():
     assert [segment.repeat for segment in folded(Profile(parameters, blocks)).segments] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_a_folded_model_costs_what_all_its_layers_do(rank: int):
     """On devices that are described: seconds, and bytes of the rank that needs most."""

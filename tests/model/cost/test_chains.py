@@ -118,7 +118,7 @@ def planned(job: Job, *, leave_out: bool) -> PlanningProblem:
     return PlanningProblem(job, profile, LazyPieces(job, profile, built))
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "chains"),
     [
@@ -161,6 +161,7 @@ NO_CHAINS = [
 ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("model", NO_CHAINS)
 def test_what_is_no_chain_is_looked_at_whole(model: Any):
     """Operators between blocks, outputs that are used again, numbers of blocks, and places in the list."""

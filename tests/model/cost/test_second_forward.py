@@ -116,6 +116,7 @@ def _step_flops(model: nn.Module) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_it_is_what_torch_does_again(name: str):
     block, products = BLOCKS[name]
@@ -129,6 +130,7 @@ def test_it_is_what_torch_does_again(name: str):
     assert _step_flops(recomputed) - _step_flops(model) == sum(again)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_tensors_are_counted_that_autograd_keeps(name: str):
     """Parameters among them: each passes two hooks where a block is recomputed."""

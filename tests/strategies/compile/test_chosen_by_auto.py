@@ -61,6 +61,7 @@ def a_job(steps: int) -> Job:
     return compiled_job(Net, steps=steps, drop_last=True)
 
 
+@pytest.mark.slow
 def test_steps_in_turns_say_what_compiled_code_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     """In seconds that the rank computed, which other processes move by less than half."""
     monkeypatch.setattr(calibration, "FEWEST_IN_TURNS", 16)
@@ -77,6 +78,7 @@ def test_a_plan_that_starts_at_once_has_nothing_to_leave_out() -> None:
     assert calibration.calibrate(a_job(LONG), Cluster.local("cpu:0"), Plan(), 0.1).gain is None
 
 
+@pytest.mark.slow
 def test_a_long_run_is_planned_and_trained_with_compiled_blocks(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -161,6 +161,7 @@ def test_real_kernels_pass_the_check_with_dropout(tmp_path: Path, cache: None) -
     assert train("single compile=blocks", tmp_path / "run")["check"]["verdict"] == "passed"
 
 
+@pytest.mark.slow
 def test_recomputation_draws_the_same_again(tmp_path: Path, without_compiler: None) -> None:
     """With dropout on, a run with recomputation ends where one without it does."""
     losses = [
@@ -172,6 +173,7 @@ def test_recomputation_draws_the_same_again(tmp_path: Path, without_compiler: No
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_modules_that_are_taken_whole_are_named(tmp_path: Path, without_compiler: None) -> None:
     """A piece of a split model whose code no graph can hold runs as it is, and the summary says so."""
     summary = train("pipeline=2 compile=blocks", tmp_path / "run", model=_WithNumpy)
@@ -199,6 +201,7 @@ def test_a_block_with_a_recurrent_layer_stays_as_it_is() -> None:
         model(Recurrent(nn.GRU(6, 6)), Recurrent(nn.LSTM(6, 6)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", ["single compile=blocks", "pipeline=2 compile=blocks"])
 def test_blocks_beside_recurrent_ones_are_compiled(
     plan: str, tmp_path: Path, without_compiler: None
@@ -245,6 +248,7 @@ class _WithNumpy(nn.Module):
         return self.out(x)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("forward", "steps", "message"),
     [

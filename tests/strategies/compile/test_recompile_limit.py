@@ -17,6 +17,7 @@ def fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.sweep(2)
 @WAYS
 @pytest.mark.parametrize(
     "most_ways", [2, 10]

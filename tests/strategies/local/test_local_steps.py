@@ -161,6 +161,7 @@ class ByHand:
         self.ways = {}
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 20))
 def test_fragments_hold_every_parameter_once(sizes: list[int], fragments: int) -> None:
     """In the model's order, none empty, none above its fair part by more than one parameter."""
@@ -206,6 +207,7 @@ def test_bytes_of_diloco_by_hand() -> None:
     assert steps * every_step / outer_step >= 380
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_one_local_step_is_data_parallel(precision: str) -> None:
     """`local=1` with a plain outer step equals one device, with AdamW and clipping."""
@@ -216,6 +218,7 @@ def test_one_local_step_is_data_parallel(precision: str) -> None:
     assert certificate.passed, certificate.describe()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "optimizer", "clip"),
     [
@@ -300,6 +303,7 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(
         assert torch.equal(tensor, weights(cut)[name]), name
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

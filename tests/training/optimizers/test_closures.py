@@ -145,7 +145,7 @@ def losses_of(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", list(JOBS))
 def test_one_device_runs_the_documented_loop(name: str, tmp_path: Path) -> None:
     """Weights, buffers and the loss of each step's first evaluation are those of a plain loop, to the last bits."""
@@ -197,6 +197,7 @@ def test_plans_end_where_one_device_ends(name: str, plan: str, tmp_path: Path) -
     assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "legs"),
     [
@@ -220,6 +221,7 @@ def test_it_goes_on_under_other_plans(
     assert furthest(weights, by_hand(name)[0]) < (EXACT, "")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -238,6 +240,7 @@ def test_plans_without_a_common_evaluation_are_refused(plan: str, tmp_path: Path
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.checked_runs
 def test_a_line_search_may_step_back_from_an_infinite_loss(tmp_path: Path) -> None:
     """What a later evaluation gives is the optimizer's affair, as in a plain loop. A check has no random numbers, and
@@ -257,6 +260,7 @@ def test_weights_that_are_not_finite_end_the_run(plan: str, tmp_path: Path) -> N
         train(optimizer_job(lambda named: Backtracking(named, stays=True)), plan, tmp_path / "run")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "plan", "shares", "microbatches"),
     [("normed", "data=2", (1,), 1), ("normed-sam", "data=2 microbatches=2", (1, 1), 2)],
@@ -274,6 +278,7 @@ def test_buffers_meet_after_every_evaluation(
     assert int(trained["norm.num_batches_tracked"]) > 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plans", "steps"),
     [

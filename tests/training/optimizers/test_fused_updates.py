@@ -74,6 +74,7 @@ def test_updates_are_one_devices(name: str, option: str, plan: str, tmp_path: Pa
         torch.testing.assert_close(weights[key], value, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_fused_run_goes_on_on_one_device(tmp_path: Path):
     trained(tmp_path / "run", "AdamW", "shard=2", fused=True, steps=2)
     weights = trained(tmp_path / "run", "AdamW", "single", fused=True, resume=True)

@@ -113,7 +113,7 @@ class Weights(paceline.Callback):
         self.given = run.state_dict()
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("build", "legs"),
     [
@@ -157,6 +157,7 @@ def test_it_is_refused_where_ranks_hold_only_what_is_trained(plan: str, tmp_path
         paceline.train(optimizer_job(averaging), plan, devices="cpu:0-1", run=tmp_path)
 
 
+@pytest.mark.slow
 def test_verify_compares_evaluations_of_it(tmp_path: Path) -> None:
     assert all(
         each.passed

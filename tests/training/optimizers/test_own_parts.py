@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["shard=3", "tensor=2", "pipeline=2 shard=2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) -> None:
@@ -36,6 +36,7 @@ def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "legs",
     [

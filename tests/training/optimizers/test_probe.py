@@ -51,6 +51,7 @@ def reach_of(optimizer: Any) -> dict[str, Reach]:
     return dict(observe(optimizer, PARAMETERS_OF_A_MODEL).reach)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "optimizer", [adamw_by_another_name, torch.optim.SGD, torch.optim.NAdam, Unshared, OwnAverages]
 )
@@ -59,6 +60,7 @@ def test_updates_of_single_elements(optimizer: Any) -> None:
     assert set(reach_of(optimizer).values()) == {ELEMENT}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("optimizer", [Wrapped, Shampoo])
 def test_updates_of_whole_matrices_in_a_mixed_optimizer(optimizer: Any) -> None:
     """Matrices are seen whole, vectors element by element."""

@@ -158,6 +158,7 @@ def test_it_goes_on_exactly(
     assert not {name: distance for name, distance in off.items() if not distance[0] < EXACT}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("every", "late"), [(2, 99), (3, 6)])
 def test_what_is_kept_between_updates_and_what_comes_late_go_on(
     every: int, late: int, tmp_path: Path
@@ -191,6 +192,7 @@ def test_sparse_adam_goes_on(tmp_path: Path) -> None:
     assert furthest(resumed, whole) == (0.0, "table.weight")
 
 
+@pytest.mark.slow
 def test_what_state_dict_alone_knows_is_saved_where_a_rank_has_all(tmp_path: Path) -> None:
     """Through load_state_dict under data=N; refused by name where a rank has a part."""
     job = optimizer_job(ByPosition)
@@ -217,6 +219,7 @@ def test_hidden_state_is_refused_before_the_first_step(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_names_of_state_do_not_know_the_layout(tmp_path: Path) -> None:
     """A wrapped optimizer's state lies under its parameter's name, with the way to the optimizer; numbers beside it."""
     train(by(Unshared), "shard=2", tmp_path / "a", steps=1)

@@ -106,7 +106,7 @@ def on_one_device(name: str) -> dict[str, Tensor]:
         return train(job_of(name), "single", Path(folder) / "run")
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -145,6 +145,7 @@ def test_the_update_is_that_of_one_device(name: str, plan: str, tmp_path: Path) 
     assert furthest(train(job_of(name), plan, tmp_path / "run"), on_one_device(name)) < (EXACT, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "legs"),
     [
@@ -168,6 +169,7 @@ def test_it_goes_on_under_other_plans(
     assert furthest(weights, on_one_device(name)) < (EXACT, "")
 
 
+@pytest.mark.slow
 def test_coupled_parameters_are_refused_where_no_rank_has_all(tmp_path: Path) -> None:
     """Before the first step, with the optimizer, a parameter and plans that work."""
     with pytest.raises(RankFailed) as failed:

@@ -170,7 +170,7 @@ def teacher(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plans", [("data=3",), ("shard=2", "data=2"), ("tensor=2",), ("pipeline=2",), ("shard=2",)]
 )
@@ -185,11 +185,13 @@ def test_every_plan_computes_what_a_loop_by_hand_does(
     torch.testing.assert_close(load_file(tmp_path / "run" / "model.safetensors"), expected, **EXACT)
 
 
+@pytest.mark.slow
 def test_verify_certifies_it(teacher: Path) -> None:
     (certificate,) = pl.verify(make_job(teacher), ["data=2"], steps=3, restore="no")
     assert certificate.verdict == "passed"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -114,13 +114,14 @@ def learns_by_hand(number: int, models: Any, optimizers: Any, x: Tensor, y: Tens
     optimizers["judge"].step()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_goes_on_with_its_loss_and_outputs(plan: str, tmp_path: Path) -> None:
     job = made(learns)
     torch.testing.assert_close(train(job, plan, tmp_path), by_hand(job, learns_by_hand), **EXACT)
 
 
+@pytest.mark.slow
 def test_verify_and_the_trial_give_a_step_the_same() -> None:
     (certificate,) = pl.verify(made(learns), ["data=2"], steps=2, restore="no")
     assert certificate.verdict == "passed", certificate.reason
@@ -197,7 +198,7 @@ class Hears(pl.Callback):
         self.figures.append((step, figures))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("plan", [*PLANS, "data=3 shares=3:2:1 microbatches=2", "tensor=2"])
 def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
     job, hears = made(logs, models={"net": net}, optimizers={"net": sgd}), Hears()
@@ -211,6 +212,7 @@ def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
         assert "of the first rank" in pl.report(tmp_path, other_plans=False).read_text()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "name", "words"),
     [
@@ -359,7 +361,7 @@ def late_by_hand(number: int, models: Any, optimizers: Any, x: Tensor, y: Tensor
     optimizers["net"].step()
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pipeline=2", "tensor=2", "data=2"])
 def test_three_steps_of_a_job_whose_later_phase_has_another_model(
     plan: str, tmp_path: Path

@@ -124,6 +124,7 @@ def test_initial_weights_are_spoken_of_as_such(run_ranks: Any):
     )
 
 
+@pytest.mark.slow
 def test_shards_are_compared_with_the_same_shards(run_ranks: Any):
     """Ranks that hold other shards may hold other values; only ranks along the data axis are replicas."""
     assert differing(run_ranks, {"data": 2, "shard": 2}, {1: 0, 3: 0}) == ["", "", "", ""]

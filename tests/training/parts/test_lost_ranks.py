@@ -68,6 +68,7 @@ class Normed(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
+@pytest.mark.slow
 def test_buffers_are_those_of_the_step_before(tmp_path: Path) -> None:
     """Forwards of the step that was not taken had changed them."""
 
@@ -93,6 +94,7 @@ def test_buffers_are_those_of_the_step_before(tmp_path: Path) -> None:
     assert gone_on_from(tmp_path / "run") == [0, KILLED_AT - 1] and equal_weights(tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_lost_again_at_once(tmp_path: Path, whole: Callable[[str], Path]) -> None:
     """Before the first copy of the next launch: what the one before has left is still there."""
 
@@ -187,6 +189,7 @@ def test_a_rank_that_dies_in_an_update(
     assert gone_on_from(tmp_path / "run") == [0, KILLED_AT - 1] and equal_weights(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_is_torn_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first update is before the ranks agree on anything."""
 

@@ -230,6 +230,7 @@ def kept_of(run, step=BAD_STEP):
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -265,6 +266,7 @@ def test_a_spike_is_skipped_under_every_plan(tmp_path, plan, judged_by_few):
     assert max(float(tensor.max()) for file in tensors for tensor in file.values()) == 1e4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("judged_by_few")
 def test_a_rank_that_is_lost_changes_no_decision(tmp_path):
     """The ranks that replace it go on from a copy or a checkpoint, and judge the next steps alike."""
@@ -292,7 +294,7 @@ def test_a_rank_that_is_lost_changes_no_decision(tmp_path):
     assert audit(tmp_path).passed
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["shard=2", "single"])
 def test_a_stopped_run_names_the_module_and_keeps_the_samples(tmp_path, plan):
     """Also without --on-spike, where the loss is not finite."""
@@ -377,7 +379,7 @@ def looks_around(ctx, batch):
 
 
 @pytest.mark.usefixtures("judged_by_few")
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "step"),
     [
@@ -418,7 +420,7 @@ def test_a_step_with_several_backwards_is_not_watched(tmp_path, turn):
     assert (tmp_path / "run").exists() == bool(turn)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
 def test_a_step_of_ones_own_ends_with_its_samples(tmp_path, plan):
     """A loss of it that is not finite ends all ranks at once, and leaves the samples."""

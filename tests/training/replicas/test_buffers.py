@@ -119,6 +119,7 @@ class Watching:
         )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "shares"),
     [
@@ -183,6 +184,7 @@ class Late(nn.Module):
         return y
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("plan", "shares"),
     [
