@@ -241,13 +241,10 @@ def capture(
             recorded; the message has the line.
     """
     start_autograd_without_gpus()
-    opaque = opaque or OpaqueModules()
-    while True:
-        try:
-            return _captured(model, args, kwargs, opaque, tensors)
-        except Exception as error:
-            if not opaque.may_look_into_more(error):
-                raise _failed(model, error) from error
+    try:
+        return _captured(model, args, kwargs, opaque or OpaqueModules(), tensors)
+    except Exception as error:
+        raise _failed(model, error) from error
 
 
 def _captured(

@@ -251,15 +251,6 @@ class OpaqueModules:
 
     outputs: dict[str, list[Outputs]] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.outputs)
-
-    def may_look_into_more(self, error: Exception) -> bool:
-        """Whether another try may succeed after a failed capture, because the next capture looks
-        into more modules.
-        """
-        return False
-
     def learn(self, model: nn.Module, paths: Sequence[str], run: Callable[[int], Any]) -> None:
         """Add modules: run the model on two and on three samples and note what they return, call by
         call.

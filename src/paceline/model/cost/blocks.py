@@ -246,7 +246,7 @@ class Repeats:
 
     units: by name; without any nothing is stood in for. segment: tells which segment of the step runs.
     stand_in: makes what a call like a traced one returns. is_once: whether a second call of a block is an error; else
-        it is traced. looking_into: is told of each unit that is traced.
+        it is traced.
     traced_of: for each segment that a stand-in took, the traced one. members: for each unit that was stood in for, the
         traced one.
     """
@@ -257,7 +257,6 @@ class Repeats:
         default_factory=lambda: _stand_in
     )
     is_once: bool = True
-    looking_into: Callable[[str], None] = lambda name: None
     traced_of: dict[int, int] = field(default_factory=dict)
     members: dict[str, str] = field(default_factory=dict)
     _first_of: dict[str, str] = field(init=False)
@@ -280,11 +279,6 @@ class Repeats:
         unit = unit_of(parameter, self.members)
         return f"{self.members[unit]}{parameter.removeprefix(unit)}" if unit else parameter
 
-    @property
-    def expected(self) -> list[str]:
-        """Units that are like an earlier one: they are stood for, if they are called alike too."""
-        return [name for name, first in self._first_of.items() if first != name]
-
     def stand_for(self, units: Mapping[str, str]) -> None:
         """Count units as stood in for that were left out of the model. units: for each one that was stood in for.
 
@@ -295,15 +289,11 @@ class Repeats:
             raise NotStoodFor(traced[0])
         self.members |= {unit: self.members[other] for unit, other in units.items()}
 
-    def alike(self, name: str) -> list[str]:
-        """Units of the same kind."""
-        return [other for other, first in self._first_of.items() if first == self._first_of[name]]
-
     @contextmanager
     def standing_in(self) -> Iterator[None]:
         """While this is entered, blocks that are alike run once for each kind of inputs."""
         names = {id(unit): name for name, unit in self.units.items()}
-        repeated = {self._first_of[name] for name in self.expected}
+        repeated = {first for name, first in self._first_of.items() if first != name}
         folded = [(name, first) for name, first in self._first_of.items() if first in repeated]
         numbers_of = {
             first: numbers(
@@ -351,7 +341,6 @@ class Repeats:
                     self.members[name] = names[id(run.module)]
                     return self.stand_in(name, unit, run, args, kwargs)
             segment, attributes = self.segment(), _attributes(unit)
-            self.looking_into(name)
             with watched(unit, numbers) as seen:
                 returned = forward(*args, **kwargs)
             runs.append(
