@@ -12,7 +12,6 @@ import pytest
 import torch
 from jobs.split_layers import Fused, Mlp, Points, Stack, StackedExperts, laid_out, points_job
 from jobs.stateful import assert_alike, by_one_device
-from later import needed
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +25,6 @@ from paceline.strategies.stages.price import SplitJob
 from paceline.strategies.tensor import run as tensor_run
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
 from paceline.strategies.tensor.draws import apart
-from paceline.strategies.tensor.published import published
 from paceline.training.feed import example_batch
 
 LOOKS: dict[str, Callable[[Any], Any]] = {}
@@ -385,27 +383,26 @@ def test_a_block_exchanges_four_times(seen: dict[str, Any]) -> None:
     assert whole["copies"] == none["copies"]
 
 
-class Planned(nn.Module):
-    """Two plain layers with a plan that no derivation would find."""
+class UpAndDown(nn.Module):
+    """Two plain layers."""
 
-    def __init__(self, tp_plan: dict[str, str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(24, 32), nn.Linear(32, 24)
-        self.tp_plan = tp_plan
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
 
 
-class InPlace(Planned):
+class InPlace(UpAndDown):
     """A block that changes what it is given."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.mul_(0.5))
 
 
-def of_two(second: type[Planned] = Planned) -> nn.Module:
-    return Stack(Planned({}), second({}), width=24)
+def of_two(second: type[UpAndDown] = UpAndDown) -> nn.Module:
+    return Stack(UpAndDown(), second(), width=24)
 
 
 def exchanges_of(stepper: Any) -> list[float]:
@@ -417,7 +414,7 @@ def at_a_border(context: Any) -> dict[str, Any]:
     """Exchanges of one block, and of two, and the values that pass between these in parts."""
     one_block, two_blocks = (
         split(context, model, sequence_bytes=0)
-        for model in (lambda: Stack(Planned({}), width=24), of_two)
+        for model in (lambda: Stack(UpAndDown(), width=24), of_two)
     )
     return {
         "exchanges": [exchanges_of(one_block), exchanges_of(two_blocks)],
@@ -437,6 +434,7 @@ def test_values_between_blocks_stay_cut(seen: dict[str, Any]) -> None:
     observed = seen["at_a_border"][0]
     one_block, two_blocks = observed["exchanges"]
 
+    assert observed["cuts"] == {"up.weight": [0, 1], "down.weight": [1, 1]}
     assert observed["parts"] == [["blocks.0", "blocks.1"], [[2, 3, 24]]]
     assert [after - before for before, after in zip(one_block, two_blocks, strict=True)] == [2, 3]
 
@@ -589,83 +587,6 @@ def test_a_price_counts_what_ranks_run_and_send(
         sum(p.flops for p in segment.forward.products) for segment in rank.profile.segments
     )
     assert rank_flops < 0.6 * whole
-
-
-PLANS = [
-    ({}, {"up.weight": (0, 1), "down.weight": (1, 1)}),
-    (
-        {"blocks.*.up": "rowwise", "blocks.*.down": "colwise"},
-        {"up.weight": (1, 1), "down.weight": (0, 1)},
-    ),
-    ({"blocks.*.up": "replicate"}, {"down.weight": (0, 1)}),
-    (
-        {
-            "blocks.*.up.weight": "colwise",
-            "blocks.*.nothing": "rowwise",
-            "blocks.*.down": "unheard_of",
-        },
-        {"up.weight": (0, 1), "down.weight": (1, 1)},
-    ),
-]
-
-
-def planned(plan: dict[str, str]) -> nn.Module:
-    made = Stack(Planned(plan), width=24)
-    made.tp_plan = plan
-    return made
-
-
-@look
-def cuts_of_plans(context: Any) -> list[Any]:
-    return [
-        cuts(laid_out(points_job(lambda plan=plan: planned(plan)), "tensor=2", context))
-        for plan, _ in PLANS[1:]
-    ]
-
-
-def test_a_plan_that_the_model_brings(seen: dict[str, Any]) -> None:
-    """Its cuts are taken, where they say anything."""
-    assert [seen["at_a_border"][0]["cuts"], *seen["cuts_of_plans"][0]] == [
-        {name: list(cut) for name, cut in expected.items()} for _, expected in PLANS
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan",
-    [
-        plan if number == 1 else pytest.param(plan, marks=pytest.mark.slow)
-        for number, (plan, _) in enumerate(PLANS)
-    ],
-)
-def test_a_plan_that_the_model_brings_costs_speed_at_worst(
-    plan: dict[str, str], tmp_path: Path
-) -> None:
-    ends_alike(lambda: planned(plan), "tensor=2", tmp_path)
-
-
-@pytest.mark.slow
-def test_transformers_plans_are_read() -> None:
-    """Patterns of modules and of parameters, with a base model's prefix."""
-    transformers = needed("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    split_by_name = published(transformers.LlamaForCausalLM(config))
-
-    assert (
-        split_by_name["model.layers.1.self_attn.q_proj.weight"]
-        == split_by_name["lm_head.weight"]
-        == "columns"
-    )
-    assert split_by_name["model.layers.0.mlp.down_proj.weight"] == "rows"
-    assert "model.norm.weight" not in split_by_name
-    assert published(nn.Linear(2, 2)) == {}
 
 
 @pytest.mark.slow

@@ -2,10 +2,10 @@
 exchanges.
 
 The recording decides how each weight is split. A matrix product whose input is whole is split by
-columns. A product whose input is already split along the features is split by rows. The model's own
-plan takes precedence. Operators between products (heads of an attention, gates of an MLP) run as
-DTensor would run them. Operators between a product by rows and the next one by columns (norms,
-dropout, residual sums) run on a part of the sequence on each rank.
+columns. A product whose input is already split along the features is split by rows. Operators
+between products (heads of an attention, gates of an MLP) run as DTensor would run them. Operators
+between a product by rows and the next one by columns (norms, dropout, residual sums) run on a part
+of the sequence on each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.exchange import Exchanges, Sum, local_part
 from paceline.strategies.tensor.leaf import leaf_of
 from paceline.strategies.tensor.program import Placed, Program, ProgramRecorder
-from paceline.strategies.tensor.published import Direction
 from paceline.strategies.tensor.rules import run_by_rule
 from paceline.torch_private import pytree
 from paceline.torch_private.dispatch import OpOverload
@@ -39,8 +38,6 @@ SEQUENCE = 1  # the dim of (samples, sequence, features)
 class CutRules:
     """The rules for cutting parameters."""
 
-    # The cuts that the model itself asks for, by name; see `published.py`.
-    wishes: Mapping[str, Direction] = field(default_factory=dict)
     # The reasons why parameters must stay whole, by name.
     forbidden: Mapping[str, str] = field(default_factory=dict)
     sharded: bool = False  # whether FSDP2 will cut the resulting parts along dim 0
@@ -300,20 +297,13 @@ class SplitPiece:
         return self._turn(self.recorder.moved(value, self.cuts[name]), turns)
 
     def _may_cut(self, name: str, length: int, cut: Cut) -> bool:
-        if self.rules.wishes.get(name) == "whole":
-            self.reasons[name] = "the model's own plan keeps it whole"
-        elif name in self.rules.forbidden:
+        if name in self.rules.forbidden:
             self.reasons[name] = self.rules.forbidden[name]
         elif not cut.divides(length, self.mesh.size()):
             self.reasons[name] = f"its dim of {length} doesn't divide by {self.mesh.size()}"
         else:
             return True
         return False
-
-    def wish(self, weight: Any) -> Direction | None:
-        """Return how the model itself wants a weight of a product to be cut."""
-        source, _ = self.turned.get(weight, (weight, ()))
-        return self.rules.wishes.get(self.parameter_of.get(source, ""))
 
     def used_by(self, name: str) -> str:
         """Return the reason why no operator tried to cut a parameter: the operators that use it
@@ -425,8 +415,8 @@ def _product(
 ) -> Any:
     """Record a product with a weight, split by columns (the outer dim) or rows (the inner one).
 
-    It is split by rows if the features of x are already cut, if the model asks for it, or if the
-    weight is known to be cut by rows.
+    It is split by rows if the features of x are already cut, or if the weight is known to be cut by
+    rows.
 
     Args:
         outer: The weight's dim of the output's features.
@@ -435,14 +425,13 @@ def _product(
     """
     record, (rest, options) = run.recorder, more
     x_placed: Placed = run.value(x, values)
-    before, wish = cut_of(x_placed), run.wish(weight)
+    before = cut_of(x_placed)
     features = before if before is not None and before.dim == x_placed.ndim - 1 else None
     columns = Cut(outer, run.blocks_after(node, node.meta["val"].shape[-1]))
-    by_rows = wish == "rows" or (features is not None and wish != "columns")
-    cut_weight = run.cut(
-        weight, values, Cut(inner, features.blocks if features else 1) if by_rows else columns
-    )
-    if cut_weight is None and by_rows:
+    cut_weight = None
+    if features is not None:
+        cut_weight = run.cut(weight, values, Cut(inner, features.blocks))
+    if cut_weight is None:
         cut_weight = run.cut(weight, values, columns)
     if cut_weight is None:
         return None

@@ -25,7 +25,6 @@ from paceline.strategies.layout import Report
 from paceline.strategies.tensor.cut import Cut
 from paceline.strategies.tensor.leaf import give_leaf
 from paceline.strategies.tensor.piece import SEQUENCE, CutRules, SplitPiece
-from paceline.strategies.tensor.published import published
 from paceline.strategies.tensor.report import pattern, report
 from paceline.torch_private.autograd import accumulated_hooks, gradient_hooks
 
@@ -193,8 +192,7 @@ def derive(
 
     Args:
         model: The model with its whole parameters. Each piece moves its own to the device of the
-            inputs for a short time. A piece that can't run as the model wishes is split without its
-            wishes.
+            inputs for a short time.
         inputs: The inputs of the example, by name.
         sharded: Whether FSDP2 will cut the resulting parts.
         batches: The size of a micro-batch divided by that of the example.
@@ -202,7 +200,7 @@ def derive(
     """
     tensors = dict(model.named_parameters())
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    wishes, forbidden, tried = published(model), kept_whole(model, capture), tried or _compare
+    forbidden, tried = kept_whole(model, capture), tried or _compare
     while True:
         derived = _derive(
             capture,
@@ -210,7 +208,7 @@ def derive(
             buffers,
             inputs,
             partial(SplitPiece, mesh=mesh, derive=True),
-            CutRules(wishes, forbidden, sharded),
+            CutRules(forbidden, sharded),
             batches,
             tried,
         )
@@ -289,8 +287,8 @@ def _derive(
                 if name in capture.values
             ]
             large = max(map(_bytes_along_sequence, between), default=0) * batches >= SEQUENCE_BYTES
-            for way in _ways(rules, piece, with_sequence=large):
-                run = split(piece, cuts=dict(derived.cuts), **way)
+            for sequence in (True, False) if large else (False,):
+                run = split(piece, cuts=dict(derived.cuts), rules=rules, sequence=sequence)
                 outputs, reason = tried(run, parameters, also, piece_inputs, trained)
                 if reason is None:
                     break
@@ -316,21 +314,6 @@ def _derive(
 def _bytes_along_sequence(value: Value) -> int:
     """Return the bytes of a value of (samples, sequence, features); 0 for other values."""
     return value.num_bytes if len(value.shape) == 3 and value.dtype.is_floating_point else 0
-
-
-def _ways(rules: CutRules, piece: Piece, *, with_sequence: bool) -> list[dict[str, Any]]:
-    """Return the ways to split a piece, the best first: as the model wishes, and with the sequence
-    cut."""
-    rule_sets = (
-        [rules, replace(rules, wishes={})]
-        if rules.wishes.keys() & set(piece.parameters)
-        else [rules]
-    )
-    return [
-        {"rules": followed, "sequence": sequence}
-        for followed in rule_sets
-        for sequence in ((True, False) if with_sequence else (False,))
-    ]
 
 
 def _compare(
