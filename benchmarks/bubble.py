@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,25 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.strategies.plan import Plan
 from paceline.strategies.stages.keys import SCHEDULES
-from paceline.strategies.stages.schedule import bubble, in_flight, schedule
+from paceline.strategies.stages.schedule import Action, in_flight, merged, schedule
 
 STEPS = 4
 WORK = ("forward", "backward", "input gradients", "weight gradients")
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def bubble(orders: Sequence[Sequence[Action]], *, num_stages: int) -> float:
+    """The part of all ranks' time that a schedule leaves idle if F, I and W take equally long in all stages.
+
+    For GPipe and 1F1B it is (p-1) / (m+p-1) (Huang et al. 2019).
+    """
+    done: dict[Action, float] = {}
+    free = [0.0] * len(orders)
+    for rank, action in merged(orders, num_stages=num_stages):
+        start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])
+        done[action] = free[rank] = start + SECONDS[action.kind]
+    work = sum(SECONDS[action.kind] for order in orders for action in order)
+    return 1 - work / (len(orders) * max(free))
 
 
 @torch.library.custom_op("pace::forward", mutates_args=())

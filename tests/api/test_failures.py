@@ -240,10 +240,7 @@ def test_an_unknown_hyperparameter(tmp_path: Path, run_dir: Path):
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (
-            "dta=2",
-            "unknown plan key 'dta', did you mean 'data'?\n\nhint: --plan \"data=2\"",
-        ),
+        ("dta=2", "unknown plan key 'dta', did you mean 'data'?"),
         ("data=2 zero=3", "zero=3 splits the shard axis, and the plan has none"),
         (
             "data=25",

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.bubble import bubble
 from paceline.strategies.stages.keys import SCHEDULES
 from paceline.strategies.stages.schedule import (
     Action,
     blocked,
-    bubble,
     in_flight,
     schedule,
     stages_of,

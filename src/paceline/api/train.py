@@ -472,7 +472,7 @@ def _banner(job: Job, resolved: Resolved, why: str, run_dir: Path, *, by_name: b
         f"plan {plan} on {resolved.devices}{why and f', chosen: {why}'}\n"
         f"global batch {job.batch} = {plan.replicas} x {shown} samples in {microbatches} micro-batch"
         f"{'es' if microbatches != 1 else ''} a rank; {length}, {samples}, {job.precision}\n"
-        f"{_all_at_once(job)}{_plan_notes(plan)}{'' if by_name else _unused(resolved)}"
+        f"{_all_at_once(job)}{'' if by_name else _unused(resolved)}"
         f"run folder {run_dir}"
     )
 
@@ -490,11 +490,3 @@ def _unused(resolved: Resolved) -> str:
 
     reason = unused()
     return f"{reason}; --devices {resolved.devices} asks for the CPU by name\n" if reason else ""
-
-
-def _plan_notes(plan: Plan) -> str:
-    """Return the notes of a plan's strategies, one line each."""
-    from paceline.strategies.active_plan import ActivePlan
-
-    strategies = ActivePlan(plan).strategies
-    return "".join(f"{line}\n" for strategy in strategies for line in strategy.lines(plan))

@@ -13,9 +13,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +31,9 @@ from paceline.strategies.plan_fields import (
     Schedule,
     Synchronisation,
 )
-from paceline.strategies.plan_words import in_our_words, meant
+from paceline.strategies.plan_words import meant
+
+ALL_KEYS = "`paceline docs plans` names the page about all keys"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,7 @@ class Plan(PlanFields):
     def __post_init__(self) -> None:
         problems = _problems(self)
         if problems:
-            raise PlanError(
-                "\n".join(problems), hint="`paceline docs plans` names the page about all keys"
-            )
+            raise PlanError("\n".join(problems), hint=ALL_KEYS)
 
     @property
     def outer_steps(self) -> Local | None:
@@ -217,32 +215,16 @@ _SYNC_OF: dict[str, type[Synchronisation]] = {
 
 
 def _unknown(words: list[str]) -> PlanError:
-    """Make the error for a plan's unknown keys.
-
-    The message has a line for each of them, and the hint is the plan to type if there is one.
-    """
+    """Make the error for a plan's unknown keys, with a line for each of them."""
     known, lines = [*keys(), "single", "auto"], []
-    typed: dict[str, str] = {}
-    for word in words:
-        name, _, value = word.partition("=")
+    for name in (word.partition("=")[0] for word in words):
         if name in known or key(name) is not None:
-            typed[name] = word
             continue
-        close = get_close_matches(name, known, 1, 0.5)
         if (sentence := meant(name)) is not None:
             lines.append(f"'{name}' is no plan key: {sentence}")
-            own = in_our_words(sentence, value).split()
         else:
-            ending = f"did you mean '{close[0]}'?" if close else nearest(name, known)
-            lines.append(f"unknown plan key '{name}', {ending}")
-            own = [word.replace(name, key, 1) for key in close]
-        for each in own or [""]:
-            typed.setdefault(each.partition("=")[0], each)
-    plan, hint = " ".join(typed.values()), None
-    with suppress(PlanError):  # as "datta" alone, which may mean "data", and lacks its number
-        Plan.parse(plan)
-        hint = None if "" in typed else f'--plan "{plan}"'
-    return PlanError("\n".join(lines), hint=hint)
+            lines.append(f"unknown plan key '{name}', {nearest(name, known)}")
+    return PlanError("\n".join(lines), hint=ALL_KEYS)
 
 
 def _others(values: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:

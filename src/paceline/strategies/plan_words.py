@@ -111,15 +111,3 @@ def meant(word: str) -> str | None:
     plain = re.sub(r"[^a-z0-9]", "", word.lower())
     shorter = re.sub(r"(parallel(ism)?)?(size|degree)?$", "", plain)
     return _MEANT.get(plain) or _MEANT.get(shorter)
-
-
-def in_our_words(sentence: str, value: str) -> str:
-    """Return the plan that a sentence of `meant` begins with, with numbers for its capital letters:
-    the given value for the first one; "" if it begins with none.
-
-    >>> in_our_words("'servers=S workers=W' has S parameter servers and W workers", "1")
-    'servers=1 workers=2'
-    """
-    plan = "".join(re.findall(r"^'([^']+)'", sentence))
-    first, *others = re.split(r"\b[A-Z]\b", plan)
-    return "2".join([(value or "2").join([first, *others[:1]]), *others[1:]])

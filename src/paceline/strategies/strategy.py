@@ -96,4 +96,3 @@ class Strategy:
     runs_forward_again: Callable[[Plan], bool] = lambda plan: False
     # The things that are not possible under the strategy, with the reasons.
     refuses: Mapping[Refusal, str] = field(default_factory=dict)
-    lines: Callable[[Plan], Iterable[str]] = lambda plan: ()  # shown to the user when a run begins

@@ -198,19 +198,3 @@ def in_flight(order: Sequence[Action]) -> int:
         current += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         most = max(most, current)
     return most
-
-
-def bubble(orders: Sequence[Sequence[Action]], *, num_stages: int) -> float:
-    """Return the part of all ranks' time that a schedule leaves idle if F, I and W take equally
-    long in all stages.
-
-    Source: simulation, rank by rank. For GPipe and 1F1B the result is (p-1) / (m+p-1) (Huang et al.
-    2019).
-    """
-    done: dict[Action, float] = {}
-    free = [0.0] * len(orders)
-    for rank, action in merged(orders, num_stages=num_stages):
-        start = max([free[rank], *(done[needed] for needed in action.needs(num_stages))])
-        done[action] = free[rank] = start + _SECONDS[action.kind]
-    work = sum(_SECONDS[action.kind] for order in orders for action in order)
-    return 1 - work / (len(orders) * max(free))

@@ -3,13 +3,12 @@ those of the modules that a placement assigns to a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import PlanError
 from paceline.strategies.plan import Plan
 from paceline.strategies.stages.keys import PIPELINE_KEYS, PLACE_KEYS, SCHEDULES, splits_backward
-from paceline.strategies.stages.schedule import bubble, schedule
 from paceline.strategies.strategy import Conflict, Strategy
 
 if TYPE_CHECKING:
@@ -30,20 +29,6 @@ def _variants(plan: Plan, limits: Limits) -> Iterator[Plan]:
                 yield plan.with_(schedule=name, virtual=virtual)
             except PlanError:
                 continue
-
-
-def _lines(plan: Plan) -> Iterable[str]:
-    """Yield a line about the time that the schedule leaves ranks idle."""
-    ranks, name, virtual = plan.axes.pipeline, plan.schedule.schedule, plan.schedule.virtual
-
-    def idle(microbatches: int) -> float:
-        orders = schedule(name, num_ranks=ranks, num_microbatches=microbatches, virtual=virtual)
-        return bubble(orders, num_stages=ranks * virtual)
-
-    line = f"equal stages would be idle {idle(plan.num_microbatches):.0%} of the time under schedule={name}"
-    if plan.num_microbatches < 2 * ranks:
-        line += f", and {idle(2 * ranks):.0%} with microbatches={2 * ranks}"
-    yield line
 
 
 PIPELINE = Strategy(
@@ -67,7 +52,6 @@ PIPELINE = Strategy(
     ),
     code=lambda plan: (splits_backward(plan),),
     variants=_variants,
-    lines=_lines,
 )
 
 PLACE = Strategy(
