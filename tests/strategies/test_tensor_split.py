@@ -21,6 +21,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.launch.local.ranks import run_local
 from paceline.model.cost.trace import profile_job
 from paceline.strategies.mesh import local_part
+from paceline.strategies.stages import layout as stages_layout
 from paceline.strategies.stages.price import SplitJob
 from paceline.strategies.tensor import run as tensor_run
 from paceline.strategies.tensor.cut import Cut, cut_of_placement
@@ -256,6 +257,18 @@ def captures_after(stepper: Any, samples: Sequence[int]) -> list[int]:
         stepper.layout.forward(example_batch(stepper.job, count))
         counts.append(len(stepper.layout.captures))
     return counts
+
+
+@look
+def of_many_shapes(context: Any) -> list[int]:
+    stepper = laid_out(points_job(Mlp), "tensor=2", context)
+    with patch.object(stages_layout, "MOST_CAPTURES", 3):
+        return captures_after(stepper, (3, 4, 5, 3, 6, 3))
+
+
+def test_few_captures_are_kept(seen: dict[str, Any]) -> None:
+    """Of all shapes; the one that was used last stays."""
+    assert seen["of_many_shapes"] == [[1, 2, 3, 3, 3, 3, 3]] * 2
 
 
 def test_dropout_masks(seen: dict[str, Any]) -> None:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from paceline.strategies.mesh import Mesh
 
 
-_KEPT = 32  # most captures that are kept for batches of one shape
-_SAID_AFTER = 8
+MOST_CAPTURES = 64  # that are kept after a step, of all shapes of batches
+_SAID_AFTER = 16  # captures
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
 
 
@@ -126,8 +126,10 @@ class Stages:
         self.stage_of, self.ranks = assignment.stage_of, assignment.ranks
         # The place along the axis of stages of each piece of the example, by key.
         self.rank_of = {piece.key: self.ranks[self.stage_of[piece.key]] for piece in example.pieces}
-        # By signature, each with the values of its batch that are not tensors.
-        self.captures: dict[Hashable, list[tuple[Any, Staged]]] = {}
+        # Each with the signature of its batch, and the batch's values that are not tensors. The one
+        # that was used last comes last.
+        self.captures: list[tuple[Hashable, Any, Staged]] = []
+        self.num_captures = 0  # including those that were forgotten
         self.opaque, self.tensors, self.example, self.split = (
             captured.opaque,
             tensors,
@@ -202,8 +204,8 @@ class Stages:
         self.extents: dict[str, Extent] = {}
         # The model's first runs may have changed opaque modules and constants.
         if not captured.opaque.outputs and not example.has_constants:
-            key, values = self._signature(captured.batch)
-            self.captures[key] = [(values, self._cut_for_training(split.in_parts(example)))]
+            staged = self._cut_for_training(split.in_parts(example))
+            self.captures.append((*self._signature(captured.batch), staged))
 
     @property
     def meets_in_forward(self) -> bool:
@@ -220,6 +222,7 @@ class Stages:
         self._freeze_alike()
         with self.statistics.over(batches[0].samples):  # joined only if there is one micro-batch
             self._run(batches, work)
+        self._forget_captures()
 
     def _run(self, batches: Sequence[Batch], work: MicrobatchWork) -> None:
         run = {
@@ -257,7 +260,9 @@ class Stages:
         self.module.keeps_changes = batch.samples > 0
         with self.statistics.over(batch.samples):
             staged = self._staged(batch)
-            return self.engine.run_forward(staged, staged.capture.bind(*batch.arguments()))
+            output = self.engine.run_forward(staged, staged.capture.bind(*batch.arguments()))
+        self._forget_captures()
+        return output
 
     def finish(self) -> None:
         """Sum the gradients of parameters that several stages use, over the ranks of these stages.
@@ -306,12 +311,14 @@ class Stages:
         Makes a new capture if the Python values that the known ones have read are different now.
         """
         key, values = self._signature(batch)
-        made = self.captures.setdefault(key, [])
-        for known, staged in made:
-            if known == values and not staged.capture.reads.changed():
+        for number, (known_key, known, staged) in enumerate(self.captures):
+            if (known_key, known) == (key, values) and not staged.capture.reads.changed():
+                self.captures.append(self.captures.pop(number))
                 return staged
-        if len(made) == _SAID_AFTER:
-            self._say_slow(made[-1][1].capture.reads.changed())
+        self.num_captures += 1
+        if self.num_captures == _SAID_AFTER:
+            alike = [staged for known_key, _, staged in self.captures if known_key == key]
+            self._say_slow(alike[-1].capture.reads.changed() if alike else None)
         args, kwargs = batch.arguments()
         with self.context():
             captured = capture(
@@ -323,19 +330,29 @@ class Stages:
             if self.template.training
             else self._cut_for_evaluation(captured)
         )
-        made.append((values, staged))
-        if len(made) > _KEPT:
-            _, oldest = made.pop(0)
-            self.engine.forget(oldest)
-            self.module.forget(oldest.capture.pieces)
+        self.captures.append((key, values, staged))
         return staged
 
-    def _say_slow(self, changed: Sequence[str]) -> None:
+    def _forget_captures(self) -> None:
+        """Forget the captures that were not used for longest."""
+        while len(self.captures) > MOST_CAPTURES:
+            *_, oldest = self.captures.pop(0)
+            self.engine.forget(oldest)
+            self.module.forget(oldest.capture.pieces)
+
+    def _say_slow(self, changed: Sequence[str] | None) -> None:
+        """Warn of many recordings. changed: what the last one for a batch of this shape has read;
+        None if the shape is new."""
+        if changed is None:
+            reason = "batches have other shapes, which padding to a few lengths would avoid"
+        elif changed:
+            reason = f"{changed[0]} changes; a number in a buffer is an input of the recorded graph"
+        else:
+            reason = "what is no tensor of the batch differs"
         logger.warning(
-            "the model was recorded %d times for batches of one shape, because %s, and a recording takes "
-            "longer than a step; a number in a buffer is an input of the recorded graph",
+            "the model was recorded %d times, and a recording takes longer than a step: %s",
             _SAID_AFTER,
-            f"{changed[0]} changes" if changed else "what is no tensor of the batch differs",
+            reason,
         )
 
     def _signature(self, batch: Batch) -> tuple[Hashable, Any]:
