@@ -16,26 +16,27 @@ from paceline.cluster.devices import DeviceKind
 from paceline.cluster.limits import usable_cores
 
 VERSION = 7
+# A folder that can't be used; a user without a home, as in a container under any number, has none.
+_NO_FOLDER = (OSError, RuntimeError)
 
 
 def read(what: str, kind: DeviceKind) -> Any:
     """A document of this machine; None if there is none, or it is damaged."""
-    try:
+    with suppress(*_NO_FOLDER, ValueError):
         return json.loads(_path(what, kind).read_text())
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def write(what: str, kind: DeviceKind, document: Any) -> None:
     """Keep a document; several processes may do so at once. A cache that can't be written is no reason to stop."""
-    path = _path(what, kind)
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(document, indent=1))
-        part.replace(path)
-    except OSError:
-        with suppress(OSError):
+    with suppress(*_NO_FOLDER):
+        path = _path(what, kind)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(document, indent=1))
+            part.replace(path)
+        finally:
             part.unlink(missing_ok=True)
 
 

@@ -29,7 +29,7 @@ HOOK_S = 800e-6
 # Growth of a CPU rank's resident size by FSDP2's own pages and objects. Measured; see
 # docs/formulas.md.
 CPU_RUNTIME_BYTES = 12 * 2**20
-ROLL_BYTES = 16  # two whole numbers, see `roll.py`
+ROLL_BYTES = 16  # two whole numbers, see `order_check.py`
 ROOT = ""
 REDUCED = (
     "reduced"  # one name for all units: on accelerators nothing waits for gradients before the end
