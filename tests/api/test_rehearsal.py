@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
+from paceline.api.rehearsal import _compared, _recorded
+from paceline.checkpoint.dtypes import save_tensors
 from paceline.launch.process.faults import KINDS, Fault, Kind
-from paceline.runs.folder import read_failure
+from paceline.runs.folder import METRICS, MODEL, read_failure
 from tests.namespaces import NoNamespaces
 from tests.rehearsal_on_hosts import Cut, rehearse_on_hosts
 
@@ -122,3 +126,26 @@ def test_hosts_that_are_cut_off(tmp_path, plan: str, faults: list[Fault]):
     except NoNamespaces as error:
         pytest.skip(str(error))
     assert outcome.passed and outcome.effects[0].step == 6, outcome.describe()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1.0, -math.inf], [1.0, -math.inf], ("equal", 0.0)),
+        ([1.0, -math.inf], [1.5, -math.inf], ("different", 0.5)),
+        ([1.0, 2.0], [1.0, math.nan], ("different", math.inf)),
+    ],
+)
+def test_weights_that_are_not_finite_are_compared(tmp_path, first, second, expected):
+    """A mask of -inf is equal to itself, and NaN in one of two runs is no small difference."""
+    for name, values in (("first", first), ("second", second)):
+        (tmp_path / name).mkdir()
+        tensors = {"a": torch.zeros(2), "b": torch.tensor(values)}
+        save_tensors(tmp_path / name / MODEL, tensors)
+    assert _compared(tmp_path / "first", tmp_path / "second") == expected
+
+
+def test_a_line_that_a_kill_cut_is_passed_over(tmp_path):
+    line = json.dumps({"step": 1, "time": 2.0, "step_s": 0.1, "samples": 4, "loss": 1.0})
+    (tmp_path / METRICS).write_text(f'{line}\n{{"step": 2, "ti\n{line}\n{{"step"')
+    assert _recorded(tmp_path) == [(1, 2.0)] * 2

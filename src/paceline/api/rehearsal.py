@@ -4,7 +4,7 @@ cost and changed.
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -21,6 +21,7 @@ from paceline.launch.process.faults import Fault, draw, struck
 from paceline.launch.process.messages import Line
 from paceline.launch.process.supervisor import Supervisor
 from paceline.runs import folder, journal
+from paceline.runs.metrics import read_history
 from paceline.strategies.plan import Plan
 
 # Seconds without a sign of life. The value is small because rehearsed runs are short and rehearse
@@ -379,9 +380,7 @@ def _effects(run_dir: Path, faults: Sequence[Fault]) -> tuple[Effect, ...]:
 
 def _recorded(run_dir: Path) -> list[tuple[int, float]]:
     """Return the number and time of each step in the run's metrics, in the order of time."""
-    path = run_dir / folder.METRICS
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [(line["step"], line["time"]) for line in lines if "step_s" in line]
+    return [(row["step"], row["time"]) for row in read_history(run_dir) if "step_s" in row]
 
 
 def _compared(
@@ -390,19 +389,21 @@ def _compared(
     """Compare the final weights of two runs; return whether they are equal, and their greatest
     difference.
     """
+    import torch
+
     from paceline.checkpoint.dtypes import load_tensors
 
     if not (disturbed / folder.MODEL).exists():
         return None, None
     first, second = (load_tensors(path / folder.MODEL) for path in (undisturbed, disturbed))
-    difference = max(
-        (
-            float((first[name].double() - second[name].double()).abs().max())
-            for name in first
-            if first[name].numel()
-        ),
-        default=0.0,
-    )
+
+    def off_by(one: torch.Tensor, other: torch.Tensor) -> float:
+        if torch.equal(*(each.flatten().view(torch.uint8) for each in (one, other))):
+            return 0.0
+        apart = torch.where(one == other, 0.0, (one.double() - other.double()).abs())
+        return float(apart.nan_to_num(nan=math.inf).max())
+
+    difference = max((off_by(first[name], second[name]) for name in first), default=0.0)
     return ("equal" if difference == 0 else "different"), difference
 
 
