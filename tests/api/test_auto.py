@@ -107,6 +107,21 @@ def test_nothing_that_fits_is_an_error_with_the_gap():
         auto.choose(a_job(batch=2), None, **{**NOTHING, "devices": "cpu:0-1", "memory": "1MiB"})
 
 
+def test_no_plan_for_the_devices_is_an_error():
+    """A batch of two samples, a model that can't be cut, and three devices that are named."""
+
+    class Branching(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x if x.sum() > 0 else -x)
+
+    with pytest.raises(PlanError, match="no plan uses all 3 devices"):
+        auto.choose(
+            a_job(model=lambda: Branching(nn.Linear(WIDTH, 4)), batch=2),
+            None,
+            **{**NOTHING, "devices": "cpu:0-2"},
+        )
+
+
 def test_a_long_run_is_worth_trying_its_plans(monkeypatch: pytest.MonkeyPatch):
     """A tenth of the predicted run, and no more than ten seconds, but for compiled code."""
     budgets: list[float] = []

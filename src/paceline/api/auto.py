@@ -11,7 +11,7 @@ from paceline.api.calibration import TRY_S, try_best
 from paceline.api.known_trials import fingerprint
 from paceline.api.links import with_links
 from paceline.api.plan_choice import PlanChoice
-from paceline.api.planning import nothing_fits
+from paceline.api.planning import nothing_fits, nothing_priced
 from paceline.base.errors import UsageError
 from paceline.base.fork import in_a_fork
 from paceline.cluster.accelerators import has_gpus
@@ -106,6 +106,8 @@ def _search(problem: PlanningProblem, cluster: Cluster) -> PlanChoice:
             default_plan(problem.job, len(cluster.devices)),
             f"every plan that was tried failed: {next(iter(plans.refused.values()))}",
         )
+    if chosen is None and not plans.too_large:
+        raise nothing_priced(problem, plans, cluster)
     if chosen is None:
         raise nothing_fits(plans, "these devices", remedies(problem, cluster))
     exact = [candidate for candidate in plans.ranked if candidate.plan.relaxed is None]

@@ -131,8 +131,8 @@ def _answer(
     ranking = problem.search(cluster, may_relax=relaxed)
     if not cluster.nodes and not has_gpus():
         problem, ranking = try_best(problem, ranking, cluster, budget_s=calibrate_s)
-    if not ranking.ranked and not ranking.too_large:
-        raise _nothing_priced(problem, ranking, cluster)
+    if ranking.chosen is None and not ranking.too_large:
+        raise nothing_priced(problem, ranking, cluster)
     chosen = ranking.chosen
     notes = list(
         dict.fromkeys(
@@ -179,7 +179,8 @@ def _untried(calibrate_s: float) -> str:
     return f"steps are too long for trials of {calibrate_s:.0f} s; --calibrate SECONDS allows more"
 
 
-def _nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Cluster) -> PlanError:
+def nothing_priced(problem: PlanningProblem, ranking: RankedPlans, cluster: Cluster) -> PlanError:
+    """Return an error that says why no plan has a price."""
     if ranking.refused:
         why = "; ".join(f"{kind}: {text}" for kind, text in ranking.refused.items())
         return PlanError(f"no plan could be priced: {why}")
