@@ -633,8 +633,17 @@ def test_the_longest_part_limits():
 )
 def test_what_can_be_avoided_is_named_first(changes: dict[str, Any], limit: str, gain: float):
     """Although messages take longer. The gain is what steps are faster without it."""
-    diagnosis = diagnose(record(**changes))
+    several = replace(record(**changes), saves=({"step": 20, "saved": True},) * 2)
+    diagnosis = diagnose(several)
     assert diagnosis.limit == limit and diagnosis.gain == pytest.approx(gain)
+
+
+def test_the_one_checkpoint_at_the_end_can_not_be_avoided():
+    """It may take longest, and then no option changes that."""
+    last = ({"step": 40, "saved": True},)
+    assert diagnose(replace(record(save_blocked_s=0.2), saves=last)).limit == MESSAGES
+    longest = diagnose(replace(record(save_blocked_s=20.0), saves=last))
+    assert longest.limit == SAVES and "--save-every" not in longest.next
 
 
 def test_a_trace_measures_what_a_prediction_divides():

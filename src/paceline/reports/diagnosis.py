@@ -178,7 +178,10 @@ def diagnose(record: RunRecord) -> Diagnosis:
         )
     whole_s = sum(part.seconds for part in parts)
     avoidable = [
-        part for part in parts if part.seconds >= AVOIDABLE.get(part.name, math.inf) * whole_s
+        part
+        for part in parts
+        if part.seconds >= AVOIDABLE.get(part.name, math.inf) * whole_s
+        and (part.name != SAVES or len(record.saves) > 1)  # one at the end is always written
     ]
     limit = (avoidable or parts)[0]
     saved_s = limit.seconds / 2 if limit.name == COMPUTING else limit.seconds
@@ -249,7 +252,9 @@ def _next(limit: str, record: RunRecord) -> str:
     """Return what to try. Each text names a command or a plan's key that exists."""
     return {
         DATA: "--loader-workers 2 reads beside the steps",
-        SAVES: "a larger --save-every saves less often",
+        SAVES: "a larger --save-every saves less often"
+        if len(record.saves) > 1
+        else "train for longer: the checkpoint at the end is always written",
         CORES: "end what else runs there, or leave cores free: --devices names those to use",
         MESSAGES: "paceline plan JOB prices plans that send less; --relaxed also compress= and local=",
         UNEXPLAINED: "--trace 5 measures the parts of a step",
