@@ -219,6 +219,7 @@ def test_without_pyyaml_the_file_is_json(monkeypatch: pytest.MonkeyPatch):
         ({"command": ["plan", "job.py"]}, "not train, evaluate or predict"),
         ({"command": []}, "not train, evaluate or predict"),
         ({"command": ["train", "job.py"]}, "no --run"),
+        ({"command": TRAIN, "num_hosts": 0}, "--hosts must be at least 1, got 0"),
         ({"command": TRAIN, "num_hosts": 3}, "16 ranks can't be shared by 3 hosts"),
         (
             {"command": TRAIN, "num_hosts": 2, "gpus": "H100:2"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +218,19 @@ def test_an_output_that_would_destroy_or_can_not_be_written_is_refused_first(
     with pytest.raises(UsageError, match=message):
         paceline.predict(run, given, "single", output=path)
     assert numpy.load(given).shape == (5, 3)
+
+
+def test_a_run_folder_that_can_not_be_written_is_said(
+    run_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ranks leave their outputs there."""
+    run = run_of("plain")
+    numpy.save(tmp_path / "in.npy", numpy.ones((5, 3)))
+    monkeypatch.setattr(
+        "os.access", lambda path, mode, access=os.access: path != run and access(path, mode)
+    )
+    with pytest.raises(UsageError, match="Permission denied"):
+        paceline.predict(run, tmp_path / "in.npy", "single", output=tmp_path / "out.npy")
 
 
 @pytest.mark.sweep(2)

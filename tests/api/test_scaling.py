@@ -95,8 +95,12 @@ def test_it_is_drawn(scaling: Scaling, tmp_path: Path, suffix: str, head: bytes)
     assert drawn.read_bytes().startswith(head)
 
 
-def test_what_can_not_be_drawn(scaling: Scaling, monkeypatch: pytest.MonkeyPatch):
-    """Another suffix, and without matplotlib."""
+def test_what_can_not_be_drawn(scaling: Scaling, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Another suffix, a folder that is a file, and without matplotlib."""
+    needed("matplotlib")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"can't draw to .*scale\.png: File exists"):
+        scaling.plot(tmp_path / "file" / "scale.png")
     with pytest.raises(
         UsageError, match=r"can't draw to scale\.pdf\n\nhint: a file that ends in \.png or \.svg"
     ):

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.base.errors import ClusterError, JobError, UsageError
 from paceline.job import Job
-from paceline.job.file import JobFile, load, open_job
+from paceline.job.file import JobFile, is_script, load, open_job
 
 BODY = (
     "return pl.Job(model=lambda: given, data=[(0, 0)], loss=max, optimizer=list, batch=1, steps=1)"
@@ -635,3 +635,8 @@ def test_verbs_take_the_function(write: Write):
     assert source is None and isinstance(job, Job)
     with pytest.raises(JobError, match=r"<lambda>\(\) in test_jobfile\.py returned None"):
         open_job(lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_file_that_is_gone_is_no_script(tmp_path: Path):
+    """Whoever loads it says what is wrong with it."""
+    assert not is_script(tmp_path / "gone.py")

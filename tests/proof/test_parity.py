@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.proof.compare import _loss_off
 
 SOME_KINDS = (
     "data=3",
@@ -204,3 +206,8 @@ def test_short_data() -> None:
     (certificate,) = paceline.verify(job, ["data=3"], steps=9)
 
     assert certificate.passed and certificate.verdicts[0].steps == 1
+
+
+def test_a_loss_that_one_rank_alone_has_as_nan_is_off() -> None:
+    ranks = [{"losses": [loss], "first_step": 0} for loss in (1.0, math.nan)]
+    assert _loss_off({"losses": [1.0]}, ranks, 0) == math.inf

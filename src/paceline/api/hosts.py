@@ -84,6 +84,7 @@ def train_on_hosts(
         )
     except RankFailed as failed:
         if meeting.is_kept_here:
-            folder.write_failure(Path(run), str(settled), failed)
+            plan_of_all = settled or Plan.of(data=num_ranks * place.num_hosts)
+            folder.write_failure(Path(run), str(plan_of_all), failed)
         raise
     return folder.read_summary(Path(run)) if meeting.is_kept_here else None

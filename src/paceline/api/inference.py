@@ -150,7 +150,7 @@ def predict(
     if len(data) == 0:
         raise UsageError(f"{input} holds no samples")
     is_text = Path(input).suffix == ".csv"
-    with tempfile.TemporaryDirectory(prefix=".predict-", dir=run) as made:
+    with tempfile.TemporaryDirectory(prefix=".predict-", dir=folder.writable(Path(run))) as made:
         scratch = place.agree("predictions", lambda: made)
 
         def body(context: RankContext) -> dict[str, Any]:

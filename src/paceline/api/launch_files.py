@@ -60,6 +60,8 @@ class LaunchRequest:
                 "the command has no --run, and hosts must share the run's folder",
                 hint="--run /shared/runs/a after train",
             )
+        if self.num_hosts < 1:
+            raise UsageError(f"--hosts must be at least 1, got {self.num_hosts}")
         if self.time_limit is not None:
             _check_time_limit(self.time_limit)
         _check_mounts(self.volumes)

@@ -116,7 +116,7 @@ class Scaling:
         """Draw throughput and efficiency over devices.
 
         Raises:
-            UsageError: the file is no .png or .svg, or matplotlib is missing.
+            UsageError: the file is no .png or .svg or can't be written, or matplotlib is missing.
             PacelineError: nothing fits anywhere.
         """
         check_plot(path)
@@ -173,8 +173,11 @@ def _draw(scaling: Scaling, path: Path) -> Path:
         panel.set_xscale("log", base=2)
         panel.set_xticks(devices, [str(count) for count in devices], rotation=45)
         panel.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"can't draw to {path}: {error.strerror}") from error
     return path
 
 

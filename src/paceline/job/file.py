@@ -219,7 +219,7 @@ def is_script(path: Path) -> bool:
     """Whether a Python file calls `attach`, and has no function `job`: it keeps its own loop."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # whoever runs it says where
+    except (OSError, SyntaxError, ValueError):  # whoever runs it says where
         return False
     has_job = any(isinstance(node, ast.FunctionDef) and node.name == "job" for node in tree.body)
     return not has_job and any(

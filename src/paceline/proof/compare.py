@@ -530,9 +530,10 @@ def _at(ranks: Sequence[Mapping[str, Any]], kind: str, step: int) -> list[dict[s
 
 
 def _loss_off(reference: dict[str, Any], ranks: list[dict[str, Any]], step: int) -> float:
-    return max(
+    offs = [
         abs(rank["losses"][step - rank["first_step"]] - reference["losses"][step]) for rank in ranks
-    )
+    ]
+    return max(offs) if all(map(math.isfinite, offs)) else math.inf
 
 
 def _excess(off: float, allowed: float) -> float:
