@@ -52,7 +52,7 @@ Given = dict[str, Any]  # what the command line gives to a function, by paramete
 GROUPS = {
     "Job and plan": "set_ plan plans steps step model hf lora sequence batch dtype",
     "Devices": "cluster devices on procs memory gpus ray loader_workers hosts time image volumes",
-    "Choice of a plan": "relaxed price_per_hour mtbf_hours scale calibrate_s other_plans",
+    "Choice of a plan": "relaxed price_per_hour mtbf_hours scale calibrate_s",
     "Search": "trials objective limits vary sampler pruner storage study",
     "Files": "run resume save_every keep output plot html write",
     "Checks and failures": "check restore fail_if timeout_s restarts on_spike",
@@ -97,7 +97,10 @@ _OLD: Mapping[str, Mapping[str, str]] = {
         "--weights": "--dtype",
     },
     "verify": {"--resume": "--restore"},
-    "report": {"--price": "--other-plans"},
+    "report": dict.fromkeys(
+        ("--price", "--other-plans"),
+        "leave it out: paceline plan JOB prices other plans, and a report never does",
+    ),
 }
 _TRAIN = "paceline.api.train:train"
 _JSON = "paceline.cli:_shared json_"

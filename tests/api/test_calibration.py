@@ -23,7 +23,6 @@ from paceline.api.calibration import (
     calibrate,
     calibrate_best,
     try_best,
-    with_trials,
 )
 from paceline.api.known_trials import KnownTrials
 from paceline.base.errors import PacelineError
@@ -195,7 +194,9 @@ def test_a_plan_that_starts_late_is_tried_in_time_of_its_own_or_left_out(late_s:
 def test_a_plan_that_was_tried_is_chosen():
     """There was no time to try what looks faster."""
     known = KnownTrials(trials=[(Plan.parse("data=2"), Calibration(4.0, 100))] * 3)
-    plans = with_trials(ranked_plans(data_2=1.0, single=0.9), known)
+    plans = calibrate_best(
+        ranked_plans(data_2=1.0, single=0.9), Machine(), budget_s=0.0, known=known
+    ).plans
 
     assert str(plans.ranked[0].plan) == "single" and plans.chosen
     assert str(plans.chosen.plan) == "data=2"
@@ -205,7 +206,7 @@ def test_a_plan_that_was_tried_is_chosen():
 def test_what_was_tried_before_counts():
     known = KnownTrials("a job", [(Plan.parse("data=2"), Calibration(4.0, 100))] * 3)
     plans = ranked_plans(data_2=1.0, single=1.4)
-    after = with_trials(plans, known)
+    after = calibrate_best(plans, Machine(), budget_s=0.0, known=known).plans
 
     assert [str(each.plan) for each in after.ranked] == ["data=2", "single"]
     assert after.ranked[0].estimate.step_s == 4.0 and after.ranked[0].estimate.is_measured

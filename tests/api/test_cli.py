@@ -203,6 +203,7 @@ def test_run_refuses_options_that_would_be_lost_on_the_script(words: str, said: 
     ("words", "hint"),
     [
         ("train job.py --spares 1", "hint: after a GPU has failed, --resume --devices NAMES"),
+        ("report runs/a --other-plans no", "hint: leave it out: paceline plan JOB prices"),
         ("doctor --between-hosts", "hint: python scripts/check-hosts"),
         ("doctor --host", "hint: paceline doctor --help"),
     ],
@@ -880,7 +881,7 @@ def test_names_of_files_need_not_be_text(tmp_path: Path):
             "--check",
             "yes",
         ],
-        ["report", str(folder / "run"), "--other-plans", "no"],
+        ["report", str(folder / "run")],
     ):
         ran = subprocess.run(
             [sys.executable, "-m", "paceline", *words], capture_output=True, text=True, timeout=200

@@ -104,7 +104,7 @@ def _read_run(run: Path) -> None:
     """What commands read of a run folder without running its job."""
     for read in (
         lambda: pl.audit(run).describe(),
-        lambda: pl.report(run, other_plans=False),
+        lambda: pl.report(run),
         lambda: pl.compare(run, run).describe(),
         lambda: pl.open(run),
     ):

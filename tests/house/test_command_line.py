@@ -122,7 +122,6 @@ def test_help_fits_and_says_something(name: str, monkeypatch: pytest.MonkeyPatch
         ("plan x.py --price 2", "--price is now --price-per-hour", ("price_per_hour", 2.0)),
         ("plan --hf opt --weights float16", "--weights is now --dtype", ("dtype", "float16")),
         ("verify x.py --resume full", "--resume is now --restore", ("restore", "full")),
-        ("report runs/a --price no", "--price is now --other-plans", ("other_plans", False)),
     ],
 )
 def test_former_options_work_with_a_note(

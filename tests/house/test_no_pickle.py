@@ -73,7 +73,7 @@ def _read_run(run: Path) -> None:
     for read in (
         pl.open,
         pl.audit,
-        lambda path: pl.report(path, other_plans=False),
+        lambda path: pl.report(path),
         lambda path: pl.compare(path, path),
         struck,
         pl.evaluate,

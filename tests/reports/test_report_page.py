@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +16,12 @@ import pytest
 import paceline
 from paceline.api.summary_table import card
 from paceline.base.errors import UsageError
-from paceline.cluster.devices import Device
-from paceline.planner.estimate import Estimate
-from paceline.planner.rank_kinds import MemoryNeed
-from paceline.planner.search import Candidate, RankedPlans
 from paceline.reports import charts
 from paceline.reports.diagnosis import CORES, DATA, MESSAGES, SAVES, diagnose, step_parts
 from paceline.reports.html import commands
-from paceline.reports.page import Alternatives, write
+from paceline.reports.page import write
 from paceline.reports.record import RunRecord
 from paceline.runs.provenance import origin
-from paceline.strategies.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("charts_drawn_once")
 
@@ -198,7 +191,7 @@ def test_what_a_run_holds_is_escaped(tmp_path: Path):
         summary={**SUMMARY, "devices": attack, "metrics": {attack: 1.0}},
         origin={"command": attack},
     )
-    text = write(path, alternatives=Alternatives(note=attack)).read_text()
+    text = write(path).read_text()
     assert attack not in text and "<b>run" not in text
 
 
@@ -327,78 +320,38 @@ def test_a_metric_may_have_any_name(tmp_path: Path):
     assert [name for name in names if f"<figcaption>{name}</figcaption>" not in text] == []
 
 
+def chosen_among(run: Path, plans: dict[str, float]) -> Path:
+    """The run, whose plan was chosen among these, each with the seconds of its step."""
+    considered = [
+        {"plan": plan, "step_s": step_s, "peak_memory_bytes": 1 << 20}
+        for plan, step_s in plans.items()
+    ]
+    predicted = {**PREDICTED, "step_s": 0.04, "considered": considered}
+    (run / "predicted.json").write_text(json.dumps(predicted))
+    return run
+
+
 def test_a_faster_plan_is_the_next_thing_to_try(tmp_path: Path):
-    plans = Alternatives([("data=2", 1.0, 1 << 20), ("shard=2", 0.8, 1 << 20)])
-    text = write(written(tmp_path), alternatives=plans).read_text()
+    run = chosen_among(written(tmp_path), {"data=2": 0.04, "shard=2": 0.032})
+    text = write(run).read_text()
     assert "&#39;shard=2&#39;</code>: its step is predicted to take 0.80" in text
     assert "<b>gain</b> <span>1.25 times as fast, as predicted" in text
-    none = write(
-        written(tmp_path, name="other"), alternatives=Alternatives(list(plans.plans)[:1])
-    ).read_text()
-    assert "of the plans priced for these devices, none is predicted to be 5 % faster" in none
+    text = write(chosen_among(run, {"data=2": 0.04, "shard=2": 0.039})).read_text()
+    assert "its step is predicted to take" not in text
 
 
 def test_plans_that_were_considered_are_listed(tmp_path: Path):
     """They are known where the run's plan was chosen, also of a job that was made in Python."""
-    run = written(tmp_path)
-    considered = [
-        {"plan": plan, "step_s": step_s, "peak_memory_bytes": 1 << 20}
-        for plan, step_s in [("data=2", 0.04), ("shard=2", 0.06)]
-    ]
-    predicted = {"step_s": 0.04, "considered": considered}
-    (run / "predicted.json").write_text(json.dumps(predicted))
-    text = paceline.report(run, other_plans=False).read_text()
-    assert 'row">shard=2</th><td class="n">1.50 ×' in text
-
-
-def test_other_exact_plans_are_priced_by_what_the_run_took(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The run's own plan is compared whether or not the search has it; relaxed plans, of which any number may be
-    faster, are left out."""
-
-    def estimate(step_s: float) -> Estimate:
-        need = MemoryNeed("each rank", Device("cpu", 0, 1 << 30), {"parameters": 1 << 20})
-        return Estimate(
-            step_s, 1 << 20, need.ledger, {"compute": step_s}, (), (need,), step_s / 2, 2 * step_s
-        )
-
-    def candidate(text: str, step_s: float) -> Candidate:
-        return Candidate(Plan.parse(text), estimate(step_s))
-
-    ranked = [
-        *(candidate(f"data=2 local={steps}", 0.001 * steps) for steps in range(2, 20)),
-        candidate("shard=2", 0.02),
-    ]
-    problem = SimpleNamespace(
-        search=lambda cluster: RankedPlans(list(ranked)),
-        price=lambda plan, cluster: estimate(0.04),
-        profile=None,
-        job=SimpleNamespace(batch=8, precision="float32"),
-    )
-    monkeypatch.setattr(
-        "paceline.api.report.PlanningProblem", SimpleNamespace(of=lambda *args, **options: problem)
-    )
-    monkeypatch.setattr("paceline.api.report.open_job", lambda file: (file, None))
-    monkeypatch.setattr("paceline.api.report.with_links", lambda cluster: cluster)
-    run = written(
-        tmp_path,
-        job={"path": "job.py", "function": "job", "settings": {}},
-        origin={"host": platform.node()},
-    )
-    text = paceline.report(run).read_text()
-    assert 'row">data=2</th><td class="n">1.00 ×' in text
-    assert 'row">shard=2</th><td class="n">0.5' in text and "local=" not in text
+    run = chosen_among(written(tmp_path), {"data=2": 0.04, "shard=2": 0.06})
+    assert 'row">shard=2</th><td class="n">1.50 ×' in paceline.report(run).read_text()
 
 
 @pytest.mark.parametrize("name", ["run/summary.json", "run", "job.py", "run/plan.json/page.html"])
-def test_a_page_replaces_pages_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
-    """It is refused before anything is priced."""
+def test_a_page_replaces_pages_alone(tmp_path: Path, name: str):
     run, job = written(tmp_path), tmp_path / "job.py"
     job.write_text("a job")
-    monkeypatch.setattr("paceline.api.report._alternatives", None)
     for _ in range(2):
-        paceline.report(run, output=tmp_path / "new" / "page.html", other_plans=False)
+        paceline.report(run, output=tmp_path / "new" / "page.html")
     with pytest.raises(UsageError, match="can't write the page"):
         paceline.report(run, output=tmp_path / name)
     assert job.read_text() == "a job" and json.loads((run / "summary.json").read_text()) == SUMMARY
@@ -409,13 +362,10 @@ def test_a_page_that_the_system_does_not_let_write_is_told(tmp_path: Path):
     run = written(tmp_path)
     for name in ("page.html", "folder/page.html"):
         with pytest.raises(UsageError, match=rf"can't write the page /proc/{name}: No such file"):
-            paceline.report(run, output=f"/proc/{name}", other_plans=False)
+            paceline.report(run, output=f"/proc/{name}")
 
 
-def test_what_is_missing_is_told_before_plans_are_priced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("paceline.api.report._alternatives", None)
+def test_what_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UsageError, match="a report needs a package that is not here: matplotlib"):
         paceline.report(written(tmp_path))

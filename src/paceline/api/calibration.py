@@ -206,15 +206,6 @@ def calibrate_best(
     return Tried(plans, corrections)
 
 
-def with_trials(plans: RankedPlans, known: KnownTrials) -> RankedPlans:
-    """Correct the prices of plans by trials that were run before."""
-
-    def nothing(plan: Plan, expected_s: float) -> Calibration:
-        raise AssertionError("there is no time for trials")
-
-    return calibrate_best(plans, nothing, budget_s=0.0, known=known).plans
-
-
 def _without(plans: RankedPlans, candidate: Candidate, why: str) -> RankedPlans:
     """Leave out a plan that failed."""
     return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -46,26 +46,11 @@ if TYPE_CHECKING:
     from paceline.reports.charts import Chart
 
 REPORT = "report.html"
+MOST_PLANS = 8  # plans that the page lists
 MOST_BARS = 40  # bars of a chart; more would make a page's figures hard to find
 
 
-@dataclass(frozen=True)
-class Alternatives:
-    """Plans that were priced for a run's job on its devices."""
-
-    # Name, step time divided by that of the run's own plan (both as predicted, without a trial),
-    # and memory in bytes.
-    plans: Sequence[tuple[str, float, int]] = ()
-    note: str = ""  # why there are no plans, or what they leave out
-
-    @property
-    def best(self) -> tuple[str, float] | None:
-        """The fastest plan that is predicted to be at least 5 % faster."""
-        faster = [(name, ratio) for name, ratio, _ in self.plans if ratio < 0.95]
-        return min(faster, key=lambda pair: pair[1], default=None)
-
-
-def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | None = None) -> Path:
+def write(path: Path, *, to: Path | None = None) -> Path:
     """Write the page of a run's, a study's or a proof's folder, and return its path.
 
     Raises:
@@ -73,26 +58,25 @@ def write(path: Path, *, to: Path | None = None, alternatives: Alternatives | No
     """
     target = to or path / REPORT
     prepare(target)
-    text = page(path, alternatives or Alternatives())
-    return folder.write_page(target, text)
+    return folder.write_page(target, page(path))
 
 
-def page(path: Path, alternatives: Alternatives) -> str:
+def page(path: Path) -> str:
     """Return the page's text. Every value of the folder is escaped. Pictures are drawn here or by
     the run.
     """
-    return _content(path, alternatives).text()
+    return _content(path).text()
 
 
-def _content(path: Path, alternatives: Alternatives) -> Page:
+def _content(path: Path) -> Page:
     if (path / folder.PLAN).exists():
         record = RunRecord.read(path)
         return Page(
             f"{place(path)} · {record.plan['plan']}",
             _subtitle(record),
-            _with_alternative(diagnose(record), alternatives).lines(),
+            _with_faster_plan(diagnose(record), record).lines(),
             _tiles(record),
-            list(_of_run(record, alternatives)),
+            list(_of_run(record)),
             strict(record.summary),
         )
     if (path / folder.STUDY).exists():
@@ -107,17 +91,28 @@ def _content(path: Path, alternatives: Alternatives) -> Page:
     )
 
 
-def _with_alternative(judged: Diagnosis, alternatives: Alternatives) -> Diagnosis:
-    """Return the verdict. If a faster plan was priced, that plan is the next thing to try."""
-    if not alternatives.plans or judged.limit is None or judged.limit in AVOIDABLE:
+def _considered(record: RunRecord) -> list[tuple[str, float, int]]:
+    """Return the plans that were considered when the run's plan was chosen: each with its step in
+    steps of the run's plan, as predicted, and its memory in bytes.
+    """
+    step_s = record.predicted.get("step_s")
+    return [
+        (each["plan"], each["step_s"] / step_s, each["peak_memory_bytes"])
+        for each in (record.predicted.get("considered") or ())[:MOST_PLANS]
+        if step_s
+    ]
+
+
+def _with_faster_plan(judged: Diagnosis, record: RunRecord) -> Diagnosis:
+    """Return the verdict. If a plan that was considered is predicted to be at least 5 % faster, that
+    plan is the next thing to try.
+    """
+    plans = _considered(record)
+    if not plans or judged.limit is None or judged.limit in AVOIDABLE:
         return judged
-    if alternatives.best is None:
-        return replace(
-            judged,
-            next=f"{judged.next}; of the plans priced for these devices, none is predicted to be "
-            "5 % faster",
-        )
-    name, ratio = alternatives.best
+    name, ratio, _ = min(plans, key=lambda plan: plan[1])
+    if ratio >= 0.95:
+        return judged
     return replace(
         judged,
         next=f"--plan '{name}': its step is predicted to take {ratio:.2f} of this plan's",
@@ -173,7 +168,7 @@ def _tiles(record: RunRecord) -> list[Tile]:
     return [Tile(*figure(name, figures[name]), note) for name, note in known.items()][:6]
 
 
-def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
+def _of_run(record: RunRecord) -> Iterator[Section]:
     if message := record.failure.get("message", ""):
         yield Section("What it said", listing=message)
     if record.steps:
@@ -221,8 +216,7 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
             for row in record.events
         ]
         yield Section("Losses of ranks and recoveries", head=_head(events), rows=_rows(events))
-    if alternatives.plans or alternatives.note:
-        yield _other_plans(alternatives)
+    yield from _other_plans(record)
     if (record.path / CERTIFICATE).exists():
         yield from of_proof(folder.read_document(record.path, CERTIFICATE)).sections
     rows = _figures(record.summary)
@@ -235,19 +229,18 @@ def _of_run(record: RunRecord, alternatives: Alternatives) -> Iterator[Section]:
     yield _source(record)
 
 
-def _other_plans(alternatives: Alternatives) -> Section:
+def _other_plans(record: RunRecord) -> Iterator[Section]:
     from paceline.reports import charts
 
-    bars = {name: {"step": ratio} for name, ratio, _ in alternatives.plans}
-    return Section(
-        "Other plans on these devices",
-        alternatives.note,
-        [charts.stacked(bars, title="step, in steps of this plan, as predicted", unit="×")]
-        if bars
-        else (),
-        ("plan", "its step", "memory a rank"),
-        [(name, f"{ratio:.2f} ×", size(memory)) for name, ratio, memory in alternatives.plans],
-    )
+    if plans := _considered(record):
+        bars = {name: {"step": ratio} for name, ratio, _ in plans}
+        yield Section(
+            "Other plans on these devices",
+            "The best plan of each kind, by the prices from which this run's plan was chosen.",
+            [charts.stacked(bars, title="step, in steps of this plan, as predicted", unit="×")],
+            ("plan", "its step", "memory a rank"),
+            [(name, f"{ratio:.2f} ×", size(num_bytes)) for name, ratio, num_bytes in plans],
+        )
 
 
 def _source(record: RunRecord) -> Section:

@@ -209,7 +209,7 @@ def test_figures_are_those_of_all_samples(plan: str, tmp_path: Path) -> None:
     assert rows == [pytest.approx(row, rel=1e-12) for row in logged_by_hand(job)]
     assert "  inside " in (tmp_path / "logs" / "rank-0.log").read_text()
     if plan == PLANS[0]:
-        assert "of the first rank" in pl.report(tmp_path, other_plans=False).read_text()
+        assert "of the first rank" in pl.report(tmp_path).read_text()
 
 
 @pytest.mark.sweep(1)
