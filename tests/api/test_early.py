@@ -1,4 +1,4 @@
-"""What is wrong with a job is said before the run has a folder or a rank."""
+"""What is wrong with a job ends its run before the first step, and without a folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline as pl
-from paceline.api.preflight import refuse_early
-from paceline.base.errors import JobError, PacelineError, PlanError, PlanRefused
-from paceline.strategies.plan import Plan
+from paceline.launch.process.failure import RankFailed
 
 X, Y = torch.arange(80.0).reshape(20, 4) / 80, torch.arange(20) % 3
 
@@ -65,106 +63,33 @@ def several(**fields: Any) -> pl.Job:
     )
 
 
+@pytest.mark.sweep(3)
+@pytest.mark.checked_runs
 @pytest.mark.parametrize(
-    ("made", "plan", "kind", "message"),
+    ("made", "plan", "message"),
     [
-        (
-            lambda: job(freeze="0.wieght"),
-            "data=2",
-            JobError,
-            "freeze='0.wieght' matches no parameter",
-        ),
+        (lambda: job(freeze="0.wieght"), "data=2", "freeze='0.wieght' matches no parameter"),
         (
             lambda: job(init="none.safetensors"),
             "data=2",
-            JobError,
             "there is no file or folder 'none.safetensors'",
         ),
-        (
-            lambda: job(init={"head": X}),
-            "data=2",
-            JobError,
-            "it has nothing for 4 of the model's weights: 0.weight",
-        ),
-        (
-            lambda: job(init={**net().state_dict(), "0.bias": X}),
-            "data=2",
-            JobError,
-            r"'0.bias' has shape \(20, 4\) there",
-        ),
-        (lambda: job(lr_schedule=plateau), "single", JobError, "there is no validation data"),
-        (
-            lambda: job(validation=(X, Y), lr_schedule=pl.monitored("acc", plateau)),
-            "single",
-            JobError,
-            "monitors 'acc'",
-        ),
-        (lambda: several(freeze="net.0.wieght"), "data=2", JobError, "matches no parameter"),
+        (lambda: job(lr_schedule=plateau), "single", "there is no validation data"),
         (
             lambda: several(init={"net": {"head": X}}),
             "data=2",
-            JobError,
             "'net': init: it has nothing for 4",
         ),
-        (
-            lambda: several(
-                optimizers={"net": pl.Optimizer(sgd, lr_schedule=plateau), "critic": sgd}
-            ),
-            "data=2",
-            JobError,
-            "there is no validation data",
-        ),
-        (several, "tensor=2", PlanRefused, "a loss runs 'critic', and under 'tensor=2'"),
+        (several, "tensor=2", "a loss runs 'critic', and under 'tensor=2'"),
+        (job, "pipeline=3", "the model has 2 pieces"),
+        (job, "place=3", "the model has 2 pieces"),
     ],
 )
-def test_what_no_rank_need_find(made: Any, plan: str, kind: type[PacelineError], message: str):
-    with pytest.raises(kind, match=message):
-        refuse_early(made(), Plan.parse(plan))
-
-
-def fails(*given: Any) -> Any:
-    raise ValueError("the job's own")
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        lambda: job(
-            freeze="0.weight", init=net().state_dict(), validation=(X, Y), lr_schedule=plateau
-        ),
-        job,
-        several,
-        lambda: job(freeze="0.wieght", model=fails),
-        lambda: job(lr_schedule=fails),
-        lambda: job(init=fails),
-        lambda: several(training_step=fails),
-        lambda: job(init=pl.pretrained({"0.bias": X[0, :1].repeat(8)}, strict=False)),
-    ],
-)
-def test_what_is_left_to_the_ranks(made: Any):
-    """Sound jobs, and errors of the job's own code, which a rank shows with its lines."""
-    refuse_early(made(), Plan.parse("data=2"))
-
-
-def test_a_simple_job_is_not_looked_at():
-    """It starts as fast as ever."""
-    assert not refuse_early(job(), Plan.parse("data=2"))
-
-
-def test_no_folder_is_made(tmp_path: Path):
-    with pytest.raises(JobError, match="matches no parameter"):
-        pl.train(job(freeze="0.wieght"), "data=2", run=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.sweep(2)
-@pytest.mark.checked_runs
-@pytest.mark.parametrize(
-    "plan", ["pipeline=3", "place=3", "pipeline=2 schedule=interleaved virtual=2"]
-)
-def test_more_stages_than_pieces_are_refused_before_a_rank_starts(plan: str, tmp_path: Path):
-    with pytest.raises(PlanError, match="the model has 2 pieces"):
-        pl.train(job(), plan, run=tmp_path / "run")
+def test_what_ranks_refuse_when_they_start_leaves_no_folder(
+    made: Any, plan: str, message: str, tmp_path: Path
+):
+    with pytest.raises(RankFailed, match=message):
+        pl.train(made(), plan, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

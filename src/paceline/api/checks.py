@@ -47,15 +47,12 @@ def first_update(
         The result; None if one device does the job as it is.
 
     Raises:
-        PlanError: the model has fewer pieces than the plan has stages.
         PlanRefused: the update is not one device's, or the data set has a memory of its own.
         RankFailed: a rank failed, as it would have in the run.
     """
-    from paceline.api.preflight import refuse_few_pieces
     from paceline.proof.first_update import FirstUpdate, check_first_update
     from paceline.proof.samples import refuse_memory
 
-    refuse_few_pieces(job, resolved.plan)
     # The check also looks at the model with some other samples.
     looks_ahead = resolved.plan.with_(deterministic="no", microbatches=1) != Plan()
     if resolved.plan.relaxed is None and (looks_ahead or loader_workers > 1):

@@ -259,7 +259,6 @@ class TrainRequest:
         follow: Follow | None,
         **options: Any,
     ) -> Result:
-        from paceline.api.preflight import refuse_early
         from paceline.strategies.compose import load
         from paceline.training.drivers import fault_policy, train_rank
         from paceline.training.settings import Settings
@@ -275,7 +274,6 @@ class TrainRequest:
             timeout_s=timeout_s,
             fault_policy=fault_policy(resolved.plan),
         )
-        launcher.agree("job", lambda: str(refuse_early(job, resolved.plan, on_spike)))
         run_dir, _ = agreed_folder(
             launcher,
             claims,

@@ -66,14 +66,14 @@ def check_monitored(schedule: Any, job: Job, measured: Iterable[str] | None = No
         JobError: a schedule waits for a figure that no evaluation gives, or would be given one that
             it ignores.
     """
-    refuse_waiting(job, _each(schedule, job))
+    _refuse_waiting(job, _each(schedule, job))
     for metric in {metric for _, metric in _waiting(schedule, job)} - {VALIDATION_LOSS}:
         known = [VALIDATION_LOSS, *(job.metrics if measured is None else measured)]
         if metric not in known:
             raise _no_such_metric(metric, known)
 
 
-def refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
+def _refuse_waiting(job: Job, schedules: Iterable[tuple[Any, Any]]) -> None:
     """Refuse schedules that wait for an evaluation if the job has none, and monitored ones that
     take no figure.
 
