@@ -30,7 +30,6 @@ from dataclasses import asdict, dataclass, replace
 import paceline as pl
 from benchmarks.turns import ratio, run_command, warn_if_busy
 from benchmarks.workload import EXAMPLE
-from paceline.planner.break_even import Gain
 
 WARM_UP_PAIRS = 3
 PLANS = ("single", "single compile=blocks")
@@ -39,21 +38,23 @@ TIMEOUT_S = 7200.0
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """eager_s: of a step without compiled blocks. gain: of one with them. start_s: of compiling,
-    forward and backward."""
+    """eager_s: of a step without compiled blocks. gain_s: of one with them, and its 95 % interval, where pairs of
+    steps give one. start_s: of compiling, forward and backward."""
 
     eager_s: float
-    gain: Gain
+    gain_s: float
+    low_s: float
+    high_s: float
     start_s: float
 
     @property
     def break_even(self) -> float:
         """Steps after which compiling is paid back; infinite if it never is, for all that is sure.
 
-        >>> Figures(0.5, Gain(0.25, 0.2, 0.3), 30.0).break_even
+        >>> Figures(0.5, 0.25, 0.2, 0.3, 30.0).break_even
         120.0
         """
-        return self.gain.pays_after(self.start_s)[0] if self.gain.is_sure else float("inf")
+        return self.start_s / self.gain_s if self.low_s > 0 else float("inf")
 
 
 def the_job(form: str, batch: int) -> pl.Job:
@@ -85,21 +86,20 @@ def measured(job: pl.Job, pairs: int) -> Figures:
     from paceline.strategies.plan import Plan
 
     set_up_heap(keep=True)
-    model = job.model()
-    optimizer = job.optimizer(model.named_parameters())
+    models = [job.model(), job.model()]
+    optimizers = [job.optimizer(model.named_parameters()) for model in models]
     inputs, targets = (
         torch.stack(tensors)
         for tensors in zip(*(job.data[k] for k in range(job.batch)), strict=True)
     )
     plan = Plan.parse(PLANS[1])
-    compiled = compile_run.prepare(model, plan=plan, mesh=Mesh(plan.axes.sizes(), 0))
+    compile_run.prepare(models[True], plan=plan, mesh=Mesh(plan.axes.sizes(), 0))
 
     def step(*, on: bool) -> float:
-        compiled.switch(on=on)
         began_s = cpu_s()
-        job.loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        job.criterion(models[on](inputs), targets).backward()
+        optimizers[on].step()
+        optimizers[on].zero_grad()
         return cpu_s() - began_s
 
     step(on=False)
@@ -109,8 +109,8 @@ def measured(job: pl.Job, pairs: int) -> Figures:
     of_one = ratio(compiled_s, eager_s)
     step_s = statistics.median(eager_s)
     low, high = (1.0 if end is None else end for end in (of_one.low, of_one.high))
-    gained = Gain(step_s * (1 - of_one.median), step_s * (1 - high), step_s * (1 - low), pairs)
-    return Figures(step_s, gained, first_s - step_s)
+    gain_s, low_s, high_s = (step_s * (1 - part) for part in (of_one.median, high, low))
+    return Figures(step_s, gain_s, low_s, high_s, first_s - step_s)
 
 
 def predicted(job: pl.Job, *, calibrating: bool) -> Figures:
@@ -120,7 +120,6 @@ def predicted(job: pl.Job, *, calibrating: bool) -> Figures:
     from paceline.model.cost.trace import profile_job
     from paceline.planner.corrections import Corrections
     from paceline.planner.estimate import estimate
-    from paceline.planner.search import predicted_gain
     from paceline.strategies.plan import Plan
 
     profile, cluster, known = profile_job(job), Cluster.local("cpu:0"), Corrections()
@@ -131,7 +130,8 @@ def predicted(job: pl.Job, *, calibrating: bool) -> Figures:
             known.add(plan, prices[plan], calibrate(job, cluster, plan, prices[plan].step_s))
         prices = {plan: known.apply(plan, prices[plan]) for plan in plans}
     eager, compiled = (prices[plan] for plan in plans)
-    return Figures(eager.step_s, compiled.gain or predicted_gain(eager, compiled), compiled.start_s)
+    gain_s = eager.step_s - compiled.step_s
+    return Figures(eager.step_s, gain_s, gain_s, gain_s, compiled.start_s)
 
 
 PARTS: dict[str, Callable[[pl.Job, int], Figures]] = {
@@ -161,8 +161,7 @@ def apart(part: str, options: argparse.Namespace) -> Figures:
             ],
             timeout_s=TIMEOUT_S,
         )
-    told = json.loads(output.splitlines()[-1])
-    return Figures(**{**told, "gain": Gain(**told["gain"])})
+    return Figures(**json.loads(output.splitlines()[-1]))
 
 
 def report(parts: Sequence[tuple[str, Figures]]) -> None:
@@ -172,10 +171,15 @@ def report(parts: Sequence[tuple[str, Figures]]) -> None:
     )
     measured_steps = parts[0][1].break_even
     for name, figures in parts:
-        gained = figures.gain
-        gain = f"{1e3 * gained.seconds:.1f} ({1e3 * gained.low_s:.1f} to {1e3 * gained.high_s:.1f})"
-        steps, fewest, most = gained.pays_after(figures.start_s)
-        pays = f"{steps:.0f} ({fewest:.0f} to {most:.0f})" if gained.is_sure else "never"
+        gain_s, low_s, high_s, start_s = (
+            figures.gain_s,
+            figures.low_s,
+            figures.high_s,
+            figures.start_s,
+        )
+        gain, pays = f"{1e3 * gain_s:.1f} ({1e3 * low_s:.1f} to {1e3 * high_s:.1f})", "never"
+        if low_s > 0:
+            pays = f"{figures.break_even:.0f} ({start_s / high_s:.0f} to {start_s / low_s:.0f})"
         is_known = name != "measured" and max(measured_steps, figures.break_even) < float("inf")
         off = f"{figures.break_even / measured_steps - 1:+.0%}" if is_known else ""
         print(

@@ -31,7 +31,6 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Device
 from paceline.launch.process.failure import RankFailed, stopped
 from paceline.launch.process.heartbeats import Heartbeat
-from paceline.planner.break_even import Gain
 from paceline.planner.corrections import SPREAD, Calibration
 from paceline.planner.estimate import Estimate
 from paceline.planner.problem import PlanningProblem
@@ -295,9 +294,6 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return tried
 
 
-GAIN = Gain(0.1, 0.05, 0.2, 9)
-
-
 class Problem:
     """As much of a planning problem as trials look at."""
 
@@ -330,7 +326,7 @@ def test_trials_are_kept_for_the_next_time(tried: list[str]):
     known_trials.forget_trials(known_trials.fingerprint(problem, cluster))
     assert not KnownTrials.read(problem, cluster).trials
     known = KnownTrials.read(other, cluster)
-    known.trials.append((Plan.parse("single compile=blocks"), Calibration(1.0, 1, gain=GAIN)))
+    known.trials.append((Plan.parse("single compile=blocks"), Calibration(1.0, 1, 20.0)))
     known.write()
     assert KnownTrials.read(other, cluster).trials == known.trials
 

@@ -10,19 +10,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.api.ab_timing import (
-    FEWEST_PAIRS,
-    WARM_UP_PAIRS,
-    AlternatingSteps,
-    Pair,
-    StepSeconds,
-    gain,
-    more_pairs,
-    start_s,
-)
 from paceline.api.known_trials import KnownTrials
 from paceline.base.errors import PacelineError
 from paceline.base.logs import Tee, redirect
@@ -32,8 +22,8 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import RankFailed
 from paceline.planner.corrections import Calibration, Corrections
 from paceline.planner.problem import PlanningProblem
-from paceline.planner.search import Candidate, RankedPlans, predicted_gain
-from paceline.planner.space import uncompiled_variant
+from paceline.planner.program import starts_late
+from paceline.planner.search import Candidate, RankedPlans
 from paceline.simulate.device import refresh_device
 from paceline.strategies.plan import Plan
 
@@ -41,8 +31,8 @@ TRY_S = 10.0  # seconds for all trials together
 FEWEST_STEPS, MOST_STEPS = 4, 300
 MOST_TRIALS = 3  # trials of a plan, while there is time
 TURN_S = 0.5  # seconds of steps in one trial, if the prediction is right
-# The same for a plan that starts late, whose steps run in turns with and without the late part.
-FEWEST_IN_TURNS, IN_TURNS_S, MOST_IN_TURNS_S = 30, 10.0, 60.0
+# The same for a plan that starts late: what compiled code gains is less than other plans differ by.
+FEWEST_LATE_STEPS, LATE_TURN_S = 30, 5.0
 # Memory that a CPU rank holds in a run and not in a calibration, because a run writes figures and a
 # last checkpoint. Measured on two small models: 1 MiB under replicas, and 4 MiB if a tensor axis is
 # put together.
@@ -219,9 +209,15 @@ def _without(plans: RankedPlans, candidate: Candidate, why: str) -> RankedPlans:
 def _trial_s(candidate: Candidate) -> float:
     """Return the seconds that a trial takes, by price."""
     step_s = candidate.estimate.step_s
-    if candidate.estimate.start_s:
-        return candidate.estimate.start_s + max(IN_TURNS_S, FEWEST_IN_TURNS * step_s)
-    return max(FEWEST_STEPS * step_s, min(TURN_S, MOST_STEPS * step_s))
+    return candidate.estimate.start_s + step_s * _num_steps(candidate.plan, step_s)
+
+
+def _num_steps(plan: Plan, expected_s: float) -> int:
+    """Return the number of steps in a trial of a plan."""
+    fewest, turn_s = FEWEST_STEPS, TURN_S
+    if starts_late(plan):
+        fewest, turn_s = FEWEST_LATE_STEPS, LATE_TURN_S
+    return min(MOST_STEPS, max(fewest, round(turn_s / expected_s)))
 
 
 def _calibrated(candidate: Candidate, run: Callable[[Plan, float], Calibration]) -> Calibration:
@@ -312,40 +308,13 @@ def _corrected(
             key=lambda candidate: (candidate.step_cost, str(candidate.plan)),
         ),
         too_large=[candidate for candidate in new.values() if not candidate.estimate.fits],
-        compiled=tuple(
-            _with_gain(corrected(candidate), new.get(uncompiled_variant(candidate.plan)))
-            for candidate in compiled
-        ),
+        compiled=tuple(map(corrected, compiled)),
     )
-
-
-def _with_gain(compiled: Candidate, plain: Candidate | None) -> Candidate:
-    """Return a plan with compiled blocks and its gain by corrected prices, unless that is
-    measured."""
-    if compiled.estimate.is_measured or plain is None:
-        return compiled
-    gain = predicted_gain(plain.estimate, compiled.estimate)
-    return replace(compiled, estimate=replace(compiled.estimate, gain=gain))
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """The result of a few steps of a plan."""
-
-    step_s: float
-    peak_memory_bytes: int
-    wall_s: float  # for everything, including the start of ranks
-    num_steps: int
-    pairs: Sequence[Pair]  # steps with and without a part of the plan, in turns
 
 
 def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Calibration:
     """Run a few steps of a plan on the cluster's first devices, as `train` would; nothing is
     written.
-
-    A plan that starts late omits the part that makes it late in every other step, because what that
-    part gains is less than the difference between two runs. The trial takes as many steps as it
-    needs to know the gain.
 
     Args:
         expected_s: Predicted seconds of a step; they decide how many steps are taken.
@@ -353,46 +322,15 @@ def calibrate(job: Job, cluster: Cluster, plan: Plan, expected_s: float) -> Cali
     Raises:
         RankFailed: a rank failed.
     """
-    from paceline.planner.program import starts_late
-    from paceline.strategies.compose import load
-    from paceline.training.drivers import fault_policy
-
-    load(plan)
-    is_late = starts_late(plan) and fault_policy(plan).uses_process_group
-    fewest, turn_s = (FEWEST_IN_TURNS, IN_TURNS_S) if is_late else (FEWEST_STEPS, TURN_S)
-    trial = _tried(
-        job,
-        cluster,
-        plan,
-        min(MOST_STEPS, max(fewest, round(turn_s / expected_s))),
-        in_turns=is_late,
-    )
-    if len(trial.pairs) < WARM_UP_PAIRS + FEWEST_PAIRS:
-        return Calibration(
-            trial.step_s,
-            trial.peak_memory_bytes,
-            max(0.0, trial.wall_s - trial.num_steps * trial.step_s),
-        )
-    warm = list(trial.pairs[WARM_UP_PAIRS:])
-    room = round(MOST_IN_TURNS_S / (2 * trial.step_s)) - len(warm)
-    if (more := min(more_pairs(warm), room)) > 0:
-        second = _tried(job, cluster, plan, 2 * (WARM_UP_PAIRS + more), in_turns=True)
-        warm += second.pairs[WARM_UP_PAIRS:]
-    gained = gain(warm)
-    # The mean step is the mean of every other step, which has the gain.
-    return Calibration(
-        trial.step_s - gained.seconds / 2, trial.peak_memory_bytes, start_s(trial.pairs), gained
-    )
-
-
-def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: bool) -> _Trial:
     from paceline.launch.local.ranks import run_local
     from paceline.planner.devices import devices_of
     from paceline.planner.rank_kinds import split_shares
+    from paceline.strategies.compose import load
     from paceline.training.drivers import fault_policy, train_rank
     from paceline.training.settings import Settings
 
-    began_s = time.monotonic()
+    load(plan)
+    began_s, num_steps = time.monotonic(), _num_steps(plan, expected_s)
     short = replace(job.with_training_only(), steps=num_steps, epochs=None)
     used = replace(cluster, devices=cluster.devices[: plan.world_size])
     settings = Settings(
@@ -401,25 +339,15 @@ def _tried(job: Job, cluster: Cluster, plan: Plan, num_steps: int, *, in_turns: 
 
     def body(context: RankContext) -> Any:
         gc.enable()  # as in a run: plans are tried while this process plans without the collector
-        turns = AlternatingSteps() if in_turns else None
         _be_silent()
-        figures = train_rank(context, short, plan, replace(settings, observer=turns))
-        pairs = [asdict(pair) for pair in turns.pairs()] if turns is not None else []
-        # under servers these are rank 0's
-        return None if figures is None else {**figures, "pairs": pairs}
+        return train_rank(context, short, plan, settings)
 
+    # under servers these are rank 0's
     figures = run_local(body, used.devices, timeout_s=TIMEOUT_S, fault_policy=fault_policy(plan))[0]
     beyond = RUN_FOLDER_BYTES if used.devices[0].kind == "cpu" else 0
-    pairs = [
-        Pair(StepSeconds(**pair["with_all"]), StepSeconds(**pair["without"]))
-        for pair in figures["pairs"]
-    ]
-    return _Trial(
-        figures["later_step_s"],
-        figures["peak_memory_bytes"] + beyond,
-        time.monotonic() - began_s,
-        num_steps,
-        pairs,
+    step_s, wall_s = figures["later_step_s"], time.monotonic() - began_s
+    return Calibration(
+        step_s, figures["peak_memory_bytes"] + beyond, max(0.0, wall_s - num_steps * step_s)
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from paceline.cluster.cluster import Cluster
 from paceline.model.cost import cache
-from paceline.planner.break_even import Gain
 from paceline.planner.corrections import Calibration
 from paceline.planner.problem import PlanningProblem
 from paceline.strategies.plan import Plan
@@ -39,7 +38,7 @@ class KnownTrials:
         try:
             document = _jobs()[job]
             trials = [
-                (Plan.parse(plan), _calibration(figures)) for plan, figures in document["trials"]
+                (Plan.parse(plan), Calibration(**figures)) for plan, figures in document["trials"]
             ]
             return cls(job, trials, float(document["spent_s"]), len(trials))
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -89,8 +88,3 @@ def _jobs() -> dict[str, Any]:
         and isinstance(written_at := document.get("written_at"), float)
         and 0 <= time.time() - written_at < OLD_S
     }
-
-
-def _calibration(figures: dict[str, Any]) -> Calibration:
-    gain = figures["gain"]
-    return Calibration(**{**figures, "gain": gain and Gain(**gain)})

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from paceline.planner.break_even import Gain
 from paceline.planner.estimate import Estimate
 from paceline.planner.rank_kinds import MemoryNeed
 from paceline.planner.search import kind_of
@@ -53,12 +52,8 @@ class Calibration:
 
     step_s: float  # mean of the steps
     peak_memory_bytes: int  # of the fullest rank
-    # Seconds that the plan takes once, as for compiling; for ranks without a process group they
-    # include what the ranks take to start.
+    # seconds that the plan takes once, as for compiling, with what ranks take to start
     start_s: float = 0.0
-    # The gain of a step of compiled code against the blocks' own code, from steps in turns; None if
-    # code is not compiled.
-    gain: Gain | None = None
 
 
 class Corrections:
@@ -146,7 +141,7 @@ class Corrections:
             else self._of_the_nearest(plan)
         )
         is_measured = plan in self and predicted == self._predicted[plan]
-        step_s = self._step_s(plan) if is_measured else explained_s * error.factor
+        step_s = self._calibrations[plan].step_s if is_measured else explained_s * error.factor
         return replace(
             predicted,
             step_s=step_s,
@@ -157,26 +152,11 @@ class Corrections:
             breakdown=self._breakdown(plan, predicted, step_s),
             is_measured=is_measured,
             start_s=self._start_s(plan, predicted),
-            gain=self._calibrations[plan].gain if plan in self else predicted.gain,
             needs=tuple(
                 MemoryNeed(need.name, need.device, _with(need.ledger, error))
                 for need in predicted.needs
             ),
         )
-
-    def _step_s(self, plan: Plan) -> float:
-        """Return the measured step of a calibrated plan.
-
-        Two runs of one plan differ by more than compiled code may gain. If a compiled plan and the
-        same plan without compiling were both calibrated, the step is therefore the second plan's
-        step less the gain from steps in turns. A gain that is not certain does not count.
-        """
-        calibration = self._calibrations[plan]
-        plain = self._calibrations.get(uncompiled_variant(plan))
-        if calibration.gain is None or plain is None:
-            return calibration.step_s
-        gain = calibration.gain
-        return plain.step_s - (gain.seconds if gain.is_sure else min(0.0, gain.seconds))
 
     def _start_s(self, plan: Plan, predicted: Estimate) -> float:
         """Return the seconds that the plan takes once, as measured if the plan was calibrated.
@@ -214,7 +194,7 @@ class Corrections:
         """Return the rest of a calibrated plan's error that its corrected parts do not explain."""
         calibration = self._calibrations[plan]
         return _Error(
-            self._step_s(plan) / self._explained_s(plan, predicted),
+            calibration.step_s / self._explained_s(plan, predicted),
             calibration.peak_memory_bytes - predicted.peak_memory_bytes,
         )
 

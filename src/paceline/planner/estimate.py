@@ -12,7 +12,6 @@ from paceline.cluster.limits import usable_cores
 from paceline.cluster.software import PACELINE, Software
 from paceline.job import Precision
 from paceline.model.cost.profile import Profile
-from paceline.planner.break_even import Gain
 from paceline.planner.devices import devices_of
 from paceline.planner.microbatches import fewest_microbatches
 from paceline.planner.pieces import LazyPieces
@@ -50,8 +49,7 @@ class Estimate:
     breakdown: the slowest rank's seconds: compute, communication (what no computing hides), optimizer.
     notes: which figures are rough, and why.
     needs: of every kind of rank, what its device must hold.
-    start_s: seconds that the run takes once for this plan, such as for compiling. gain: by which what takes them
-        makes a step shorter, where that is known.
+    start_s: seconds that the run takes once for this plan, such as for compiling.
     low_s, high_s: between them the step is 80 times in 100.
     is_measured: whether steps were really taken.
     """
@@ -66,7 +64,6 @@ class Estimate:
     high_s: float = math.nan
     is_measured: bool = False
     start_s: float = 0.0
-    gain: Gain | None = None
 
     @property
     def fits(self) -> bool:

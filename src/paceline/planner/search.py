@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.base.errors import PlanError
-from paceline.planner.break_even import Gain
 from paceline.planner.estimate import Estimate, NotPriced
 from paceline.planner.space import (
     compiled_variant,
     microbatch_counts,
     offered,
     splits,
+    uncompiled_variant,
     variants,
 )
 from paceline.strategies.active_plan import ActivePlan
@@ -25,9 +25,8 @@ from paceline.strategies.plan import Plan
 # Plans tie if their steps differ by a smaller part, because two measurements of one plan do.
 TIE = 0.02
 MOST_REFINED = 12
-# Half the width of a 95 % interval around the predicted gain of compiled blocks, as a part of the
-# step: kernels that torch compiles are that much slower or faster than others. See
-# docs/formulas.md.
+# The least predicted gain of compiled blocks that counts, as a part of the step: kernels that torch
+# compiles are that much slower or faster than others. See docs/formulas.md.
 GAIN_SPREAD = 0.03
 Price = Callable[[Plan], Estimate]
 # Returns the least bytes by which a plan exceeds its devices' memory; must be cheap. It may stop
@@ -83,8 +82,7 @@ class RankedPlans:
     ways: tuple[Plan, ...] = ()
     over: tuple[Plan, ...] = ()  # plans that don't fit or have no price
     failed: tuple[Plan, ...] = ()  # plans that failed when they were tried
-    # The best plan of each kind with compiled blocks and its gain, whether it pays or not; none if
-    # not asked for.
+    # the best plan of each kind with compiled blocks, whether that pays or not; none if not asked for
     compiled: tuple[Candidate, ...] = ()
 
     @property
@@ -295,8 +293,8 @@ def _compile(prices: _PriceTable, limits: Limits) -> Iterator[Candidate]:
     """Yield the best exact plan of each kind with compiled blocks, and add it to the prices if
     compiling pays.
 
-    It pays if the gain is certain, and if the run is so long that its steps gain more than
-    compiling takes.
+    It pays if steps gain more than prices may be wrong by, and if the run is so long that they gain
+    more than compiling takes.
     """
     if limits.compiled_steps is None:
         return
@@ -305,37 +303,33 @@ def _compile(prices: _PriceTable, limits: Limits) -> Iterator[Candidate]:
         compiled = compiled_variant(plain.plan)
         if compiled is None or prices(compiled) is None:
             continue
-        candidate = prices.fitting.pop(compiled)
-        gain = predicted_gain(plain.estimate, candidate.estimate)
-        candidate = replace(
-            candidate, steps=limits.compiled_steps, estimate=replace(candidate.estimate, gain=gain)
-        )
-        if gain.is_sure and candidate.step_cost < plain.step_cost:
+        candidate = replace(prices.fitting.pop(compiled), steps=limits.compiled_steps)
+        gains = candidate.estimate.step_s < (1 - GAIN_SPREAD) * plain.estimate.step_s
+        if gains and candidate.step_cost < plain.step_cost:
             prices.fitting[compiled] = candidate
         yield candidate
-
-
-def predicted_gain(plain: Estimate, compiled: Estimate) -> Gain:
-    """Return the gain of compiled code by price.
-
-    Both prices have the same error, so their difference is uncertain by a part of the step.
-    """
-    gain_s, off_s = plain.step_s - compiled.step_s, GAIN_SPREAD * plain.step_s
-    return Gain(gain_s, gain_s - off_s, gain_s + off_s)
 
 
 def compiling(plans: RankedPlans) -> str:
     """Return a text about the gain of compiled blocks, of a plan that was tried if there is one;
     empty if not asked for.
     """
-    tried = [
-        candidate
-        for candidate in plans.ranked
-        if candidate.estimate.gain is not None and candidate.estimate.is_measured
-    ]
-    for candidate in (*tried, *plans.compiled):
-        if (gain := candidate.estimate.gain) is not None:
-            return f"'{candidate.plan}' {gain.describe(candidate.estimate.start_s)}"
+    known = {candidate.plan: candidate.estimate for candidate in plans.ranked}
+    compiled = {candidate.plan: candidate.estimate for candidate in plans.compiled}
+    compiled |= {plan: known[plan] for plan in compiled if plan in known}
+    for plan, estimate in sorted(compiled.items(), key=lambda item: not item[1].is_measured):
+        if (plain := known.get(uncompiled_variant(plan))) is not None:
+            gain_s, start_s = plain.step_s - estimate.step_s, estimate.start_s
+            least_s = 0.0 if estimate.is_measured else GAIN_SPREAD * plain.step_s
+            pays = (
+                f"pays from {start_s / gain_s:.0f} steps on"
+                if gain_s > least_s
+                else "does not pay here"
+            )
+            return (
+                f"'{plan}' {pays}: it takes {start_s:.3g} s once and gains {1e3 * gain_s:.3g} ms a step, "
+                f"{'as tried' if estimate.is_measured else 'as predicted'}"
+            )
     return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.model.forward_effects import NOTHING, ForwardEffects
 from paceline.model.graph_check import is_comparable
@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 
 
 Models = Literal["only", "one", "all"]  # a job's only model, one of several, all of several
-
-
-@runtime_checkable
-class Switched(Protocol):
-    """A synchroniser whose strategy changes how a step is computed, but not its result.
-
-    A step can therefore be taken without the strategy.
-    """
-
-    def switch(self, *, on: bool) -> None:
-        """Take the next step with the strategy, or without it."""
 
 
 class Runner(Protocol):

@@ -174,7 +174,7 @@ class Compiled:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.watch.is_on and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         from paceline.torch_private.dynamo import FailOnRecompileLimitHit, TorchDynamoException
 

@@ -49,8 +49,7 @@ class CompilationWatch(Synchroniser):
     """
 
     def __init__(self, device: torch.device, *, num_ranks: int) -> None:
-        # is_on: whether blocks run compiled code now.
-        self.device, self.num_ranks, self.is_on = device, num_ranks, True
+        self.device, self.num_ranks = device, num_ranks
         self.uncompiled: dict[str, str] = {}  # reason by block
         self.made: dict[str, Compilation] = {}
         self._known: set[str] = set()
@@ -170,10 +169,6 @@ class CompilationWatch(Synchroniser):
                 },
             }
         }
-
-    def switch(self, *, on: bool) -> None:
-        """Let the next step run compiled code, or the blocks' own code."""
-        self.is_on = on
 
 
 _listener: CompilationWatch | None = None
