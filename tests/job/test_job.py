@@ -67,7 +67,7 @@ def test_the_length_is_known_in_steps(
         ({"steps": -1}, "steps must be a whole number"),
         ({"steps": 1, "epochs": 1}, "either epochs or steps, got both"),
         ({"epochs": None}, "either epochs or steps, got neither"),
-        ({"precision": "bf61"}, "did you mean 'bf16'?"),
+        ({"precision": "bf61"}, "'bf61' is none of float32, tf32, bf16"),
         ({"clip": 0}, "clip must be a positive number, got 0"),
         ({"clip": float("nan")}, "clip must be"),
         ({"clip": float("inf")}, "clip must be"),

@@ -12,77 +12,10 @@ from typing import Any
 from paceline.base.errors import JobError, nearest
 
 LIGHTNING = "`paceline docs coming-from` names the page that shows both side by side"
-_RATE = "the learning rate is the optimizer's: optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
-_PIECES = 'batch is what an optimizer step takes, and a plan says in how many pieces: "data=2 microbatches=4"'
-_WHERE = 'a job knows no devices: pl.train(job, "data=2", devices="cuda:0-1")'
-# The job's fields, or advice, for names of fields in Transformers, Lightning, Keras, Accelerate and
-# training scripts.
-_MEANT = {
-    **dict.fromkeys(
-        ("batch_size", "global_batch_size", "per_device_train_batch_size", "train_batch_size"),
-        "batch=",
-    ),
-    **dict.fromkeys(("net", "network", "module", "nn_module"), "model="),
-    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs"), "epochs="),
-    **dict.fromkeys(("max_steps", "num_steps", "iterations", "total_steps"), "steps="),
-    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "clip_grad_norm", "grad_clip"), "clip="),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "schedule"), "lr_schedule="),
-    **dict.fromkeys(
-        ("dataset", "train_dataset", "train_data", "dataloader", "train_dataloader"), "data="
-    ),
-    **dict.fromkeys(
-        (
-            "eval_dataset",
-            "val_dataset",
-            "val_data",
-            "valid_data",
-            "validation_data",
-            "val_dataloader",
-            "test_dataset",
-        ),
-        "validation=",
-    ),
-    **dict.fromkeys(("collate_fn", "data_collator"), "collate="),
-    **dict.fromkeys(("criterion", "loss_fn", "compute_loss_func"), "loss="),
-    **dict.fromkeys(("compute_loss", "train_step"), "compute="),
-    **dict.fromkeys(("compute_metrics", "metric"), "metrics={name: function}"),
-    **dict.fromkeys(("fp16", "bf16", "mixed_precision", "amp"), 'precision="fp16" or "bf16"'),
-    **dict.fromkeys(("pretrained", "checkpoint", "weights_path", "state_dict"), "init="),
-    **dict.fromkeys(("lr", "learning_rate"), _RATE),
-    "weight_decay": _RATE.replace("lr=1e-3", "weight_decay=0.1"),
-    **dict.fromkeys(
-        (
-            "gradient_accumulation_steps",
-            "accumulate_grad_batches",
-            "accumulate",
-            "microbatches",
-            "accumulation_steps",
-        ),
-        _PIECES,
-    ),
-    **dict.fromkeys(
-        ("devices", "gpus", "accelerator", "strategy", "plan", "device", "num_nodes"), _WHERE
-    ),
-    "shuffle": "samples are shuffled; sampler=torch.utils.data.SequentialSampler(data) keeps their order",
-    "num_workers": "pl.train(job, loader_workers=4), or a DataLoader as data=",
-}
-_PRECISIONS = {
-    "16": "fp16",
-    "16-mixed": "fp16",
-    "16-true": "fp16",
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "bf16-mixed": "bf16",
-    "bf16-true": "bf16",
-    "32": "float32",
-    "32-true": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "64": "float64",
-    "64-true": "float64",
-    "double": "float64",
-}
+_OTHER_NAMES = (
+    "`paceline docs coming-from` shows a job beside loops of other tools. The learning rate is the optimizer's, and "
+    'devices and micro-batches are not the job\'s: pl.train(job, "data=2 microbatches=4", devices="cuda:0-1")'
+)
 # Names of fields in version 0.2, whose jobs and checkpoints go on working.
 EARLIER = {"step": "training_step", "validate": "validation_step", "weights": "sample_weights"}
 _OPTIMIZER = "optimizer must be a function of the (name, parameter) pairs"
@@ -107,8 +40,9 @@ def explained(init: Callable[..., None], fields: list[str]) -> Callable[..., Non
         if unknown := [name for name in given if name not in fields]:
             raise JobError(
                 "\n".join(
-                    f"a job has no field '{name}': {_advice(name, fields)}" for name in unknown
-                )
+                    f"a job has no field '{name}', {nearest(name, fields)}" for name in unknown
+                ),
+                hint=_OTHER_NAMES,
             )
         init(job, *args, **given)
 
@@ -119,20 +53,6 @@ def present_name(stored: str) -> str:
     """Return the name of a field, or of a value in one, in a checkpoint of any version."""
     field, dot, rest = stored.partition(".")
     return EARLIER.get(field, field) + dot + rest
-
-
-def _advice(name: str, fields: list[str]) -> str:
-    meant = _MEANT.get(name)
-    if meant is None:
-        return nearest(name, fields)
-    return f"it is called {meant} here" if meant.endswith("=") else meant
-
-
-def meant_precision(value: object) -> str | None:
-    """Return a job's name for a precision, from another tool's name or a dtype of torch; None if
-    there is none.
-    """
-    return _PRECISIONS.get(str(value).removeprefix("torch."))
 
 
 def problems(job: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from paceline.base.errors import JobError, nearest
+from paceline.base.errors import JobError
 from paceline.job import compute as computations
 from paceline.job import foreign_fields, given_data, named_fields
 from paceline.job.callback import Callback
@@ -353,15 +353,7 @@ def _problems(job: Job) -> Iterator[str]:
         given = "both" if job.epochs is not None else "neither"
         yield f"give either epochs or steps, got {given}"
     if job.precision not in get_args(Precision):
-        meant = foreign_fields.meant_precision(job.precision)
-        yield (
-            f"precision {job.precision!r}: "
-            + (
-                f"it is called {meant!r} here"
-                if meant
-                else nearest(str(job.precision), get_args(Precision))
-            )
-        )
+        yield f"precision {job.precision!r} is none of {', '.join(get_args(Precision))}"
     yield from named_fields.clip_problems("clip", job.clip)
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):
         yield f"seed must be a whole number, got {job.seed!r}"
