@@ -168,7 +168,7 @@ def test_every_nothing_fits_names_changes(monkeypatch: pytest.MonkeyPatch) -> No
         here, devices=tuple(replace(device, memory_bytes=240 * 2**20) for device in here.devices)
     )
     monkeypatch.setattr(
-        "paceline.planner.fit._plans_that_fit", lambda *arguments, **options: iter(())
+        "paceline.planner.fit._from_small_to_large", lambda *arguments, **options: iter(())
     )
     with pytest.raises(PlanError) as caught:
         check_fits(problem, pl.Plan(), tiny, snapshot=False)

@@ -15,6 +15,7 @@ from paceline.planner.microbatches import ANY_RATES
 from paceline.planner.problem import PlanningProblem
 from paceline.planner.rank_kinds import MemoryNeed
 from paceline.planner.remedies import remedies
+from paceline.planner.search import kind_of
 from paceline.strategies.plan import Plan
 
 MIB = 2**20
@@ -48,14 +49,17 @@ def check_fits(problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapsh
     reasons = "".join(
         f"\n{line}" for line in (set_aside(worst), *reduced_memory(estimate.needs)) if line
     )
-    others = list(_plans_that_fit(problem, plan, cluster, snapshot=snapshot))
-    shown = "\n".join(
-        f"  {other!s:<34} {most.total_bytes / MIB:>8,.0f} MiB a rank" for other, most in others
-    )
+    others: dict[str, str] = {}
+    for other, needs in _from_small_to_large(problem, plan, cluster, snapshot=snapshot):
+        if all(need.missing_bytes <= 0 for need in needs) and kind_of(other) not in others:
+            most_bytes = max(need.total_bytes for need in needs)
+            others[kind_of(other)] = f"  {other!s:<34} {most_bytes / MIB:>8,.0f} MiB a rank"
     raise PlanError(
         f"plan '{plan}' doesn't fit: it needs {worst.total_bytes / MIB:,.0f} MiB on a rank that may use "
         f"{worst.device.memory_bytes / MIB:,.0f} MiB\n{ledger(estimate.needs)}{reasons}",
-        hint=f"plans that fit:\n{shown}" if others else _other_than_plans(problem, cluster),
+        hint="\n".join(["plans that fit:", *others.values()])
+        if others
+        else _other_than_plans(problem, cluster),
     )
 
 
@@ -112,10 +116,13 @@ def _other_than_plans(problem: PlanningProblem, cluster: Cluster) -> str:
 def _from_small_to_large(
     problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapshot: bool
 ) -> Iterator[tuple[Plan, Sequence[MemoryNeed]]]:
-    """Yield plans that may need less: smaller micro-batches, recomputation, then other ways to
-    split over as many ranks.
+    """Yield plans that may need less, each with the needs of its kinds of ranks: smaller
+    micro-batches, recomputation, then other ways to split over as many ranks or more.
     """
     job, ranks = problem.job, plan.world_size
+    most = MOST_CPU_RANKS
+    if cluster.devices[-1].kind != "cpu":
+        most = max(ranks, len(Cluster.local().devices))
     samples = -(-job.batch // plan.replicas)
     counts = [
         count
@@ -126,7 +133,7 @@ def _from_small_to_large(
     tried += [smaller.with_(recompute="full") for smaller in (plan, *tried)]
     tried += [
         other
-        for size in (ranks, *(size for size in (2, 4, 8) if size > ranks))
+        for size in (ranks, *(size for size in (2, 4, 8, 16) if ranks < size <= most))
         for other in _other_splits(size, job)
     ]
     for other in tried:
@@ -206,40 +213,6 @@ def ledger(needs: Sequence[MemoryNeed]) -> str:
             ]
         )
     return aligned(["MiB", *columns, "sum", "limit"], rows)
-
-
-def _plans_that_fit(
-    problem: PlanningProblem, plan: Plan, cluster: Cluster, *, snapshot: bool
-) -> Iterator[tuple[Plan, MemoryNeed]]:
-    """Yield, for each kind of plan, the one with the fewest ranks that fits, and the need of its
-    fullest rank.
-    """
-    least = min(cluster.devices, key=lambda device: device.memory_bytes)
-    most = (
-        MOST_CPU_RANKS
-        if least.kind == "cpu"
-        else max(plan.world_size, len(Cluster.local().devices))
-    )
-    batch = problem.job.batch
-    sizes = sorted(
-        {plan.world_size, *(size for size in (2, 4, 8, 16) if plan.world_size <= size <= most)}
-        - {1}
-    )
-    kinds = [
-        [plan.with_(recompute="full")] if plan.modifiers.recompute == "none" else [],
-        [Plan.of(shard=size) for size in sizes if size <= batch],
-        [Plan.of(pipeline=size, microbatches=min(2 * size, batch)) for size in sizes],
-        [Plan.of(place=size) for size in sizes],
-    ]
-    for tried in kinds:
-        for other in (other for other in tried if other != plan):
-            try:
-                estimate = _estimate(problem, other, _as_many(cluster, other), snapshot=snapshot)
-            except PlanError:  # fewer pieces than ranks
-                continue
-            if estimate.fits:
-                yield other, max(estimate.needs, key=lambda need: need.total_bytes)
-                break
 
 
 def _estimate(
