@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from paceline.planner.problem import PlanningProblem
 
 FEW_STEPS = 10  # a run of fewer steps is mostly start-up
-EXPLAINS = 0.5  # the part of a deviation that a cause must explain
-BUSY = 0.7  # runnable processes in addition to a run's ranks, from which others slow the run
 # The deviation of a peak that is not reported: as a part of it, and at least in bytes.
 MEMORY_SPREAD, SMALL_BYTES = (
     0.15,
@@ -223,7 +220,7 @@ def sum_up(run_dir: Path, figures: dict[str, Any], priced: Priced) -> dict[str, 
             for key in ("step_s", "step_s_low", "step_s_high", "peak_memory_bytes")
         },
     }
-    if missed := miss(figures, load=os.getloadavg()[0]):
+    if missed := miss(figures):
         print(missed, file=sys.stderr, flush=True)
     if corrected := _look_again(figures, priced):
         print(corrected, file=sys.stderr, flush=True)
@@ -252,62 +249,25 @@ def _look_again(figures: Mapping[str, Any], priced: Priced) -> str:
     return f"this CPU: {changed}" if changed else ""
 
 
-def miss(figures: Mapping[str, Any], *, load: float) -> str:
-    """Return a line about a wrong prediction and its likeliest cause; empty if the prediction was
-    right.
+def miss(figures: Mapping[str, Any]) -> str:
+    """Return a line about a step or a memory that was predicted wrongly; empty if there is none.
 
-    Args:
-        load: Runnable processes of the machine, as the mean over a minute.
+    Steps of a run of few steps are not compared, because they are mostly its start.
     """
-    predicted = figures["predicted"]
-    low_s, high_s, took_s = predicted["step_s_low"], predicted["step_s_high"], figures["step_s"]
-    if low_s is None or not took_s or low_s <= took_s <= high_s:
-        return _memory_miss(figures)
-    return (
-        f"step {in_ms(took_s)}, predicted {three_digits(1e3 * low_s)} to {in_ms(high_s)}: "
-        f"{_cause(figures, load=load, late_s=took_s - high_s)}"
-    )
-
-
-def _cause(figures: Mapping[str, Any], *, load: float, late_s: float) -> str:
-    """Return the likeliest cause of a wrong prediction.
-
-    Args:
-        late_s: Seconds by which a step takes longer than the upper end of the prediction; negative
-            if it takes less.
-    """
-    input_s, is_slower = figures.get("input_s", 0.0), late_s > 0
-    if figures["steps"] <= FEW_STEPS:
-        return f"{figures['steps']} steps are mostly a run's start"
-    if is_slower and input_s > EXPLAINS * late_s:
-        return f"reading data takes {in_ms(input_s)} of it, which --loader-workers may hide"
-    if is_slower and load > figures["world_size"] + BUSY:
-        return f"other processes used the cores (a load of {load:.1f} with {figures['world_size']} ranks)"
-    if is_slower and figures.get("save_blocked_s", 0.0) > EXPLAINS * late_s * figures["steps"]:
-        return "checkpoints were written meanwhile"
-    return (
-        "its operators are slower here than their rates say; paceline plan FILE tries plans and corrects them"
-        if is_slower
-        else "the machine was busier, or colder, when its rates were taken"
-    )
-
-
-def _memory_miss(figures: Mapping[str, Any]) -> str:
-    predicted_bytes, measured_bytes = (
-        figures["predicted"]["peak_memory_bytes"],
-        figures["peak_memory_bytes"],
-    )
-    if (
-        predicted_bytes is None
-        or measured_bytes is None
-        or abs(predicted_bytes - measured_bytes) <= max(MEMORY_SPREAD * measured_bytes, SMALL_BYTES)
+    predicted, took_s = figures["predicted"], figures["step_s"]
+    low_s, high_s = predicted["step_s_low"], predicted["step_s_high"]
+    held_bytes, thought_bytes = figures["peak_memory_bytes"], predicted["peak_memory_bytes"]
+    if low_s and took_s and figures["steps"] > FEW_STEPS and not low_s <= took_s <= high_s:
+        what = f"step {in_ms(took_s)}, predicted {three_digits(1e3 * low_s)} to {in_ms(high_s)}"
+    elif (
+        held_bytes
+        and thought_bytes
+        and abs(thought_bytes - held_bytes) > max(MEMORY_SPREAD * held_bytes, SMALL_BYTES)
     ):
+        what = f"memory {in_mib(held_bytes)} a rank, predicted {in_mib(thought_bytes)}"
+    else:
         return ""
-    return f"memory {in_mib(measured_bytes)} a rank, predicted {in_mib(predicted_bytes)}: " + (
-        "tensors that no operator of the model shows, or holes in the heap"
-        if measured_bytes > predicted_bytes
-        else "the heap has fewer holes than most have"
-    )
+    return f"{what}; paceline report compares them part by part"
 
 
 def what_would_fit(priced: Priced) -> str:
