@@ -14,7 +14,6 @@ import errno
 import io
 import json
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -264,10 +263,13 @@ def parse(words: Sequence[str]) -> tuple[Command, Given]:
     if first not in COMMANDS:
         raise UsageError(f"paceline has no command {first}; {nearest(first, COMMANDS)}")
     command = COMMANDS[first]
-    line = command.line
-    values, rest, notes = line.read(words[1:])
+    values, rest, notes = command.line.read(words[1:])
     if rest:
-        raise UsageError(f"no argument takes {shlex.join(rest)}{_meant(rest, line)}")
+        raise UsageError(
+            f"no argument takes {shlex.join(rest)}",
+            hint="the keys of a plan follow --plan in quotes, and a parameter of the job follows --set; "
+            f"paceline {first} --help lists all options",
+        )
     for note in notes if _is_first_rank() else ():
         _say(f"note: {note}", err=True)
     return command, values
@@ -288,27 +290,6 @@ def _asked_for(words: Sequence[str]) -> str | None:
         "usage: paceline [--help] [--version] COMMAND ...\n\n"
         f"{paceline.__doc__}\n\nCommands:\n{listed}"
     )
-
-
-def _meant(words: Sequence[str], line: CommandLine) -> str:
-    """Return the options that words without one belong to, as the end of a message."""
-    from paceline.strategies.key_registry import key
-
-    repeats = {
-        command_line.option(each): command_line.is_repeatable(each) for each in line.parameters
-    }
-    meant: dict[str, list[str]] = {}
-    for word in words:
-        name = re.split(r"[\s,=]", word)[0]
-        is_plan = name in ("single", "auto") or key(name) is not None or word.endswith(".json")
-        meant.setdefault("--plan" if is_plan else "--set" if "=" in word else "", []).append(word)
-    suggested = [
-        shlex.join([option, value])
-        for option, group in meant.items()
-        if option in repeats
-        for value in (group if repeats[option] else [" ".join(group)])
-    ]
-    return f"; did you mean {' '.join(suggested)}?" if suggested else ""
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------
