@@ -10,7 +10,6 @@ import torch
 
 from paceline.job.losses import IGNORED, OwnLoss
 from paceline.torch_private.fake_tensors import detect_fake_mode
-from paceline.transformers.loss_check import MeanCheck
 
 
 class ComputeLoss:
@@ -25,25 +24,20 @@ class ComputeLoss:
     that of this method, and the figures.
     """
 
-    def __init__(self, trainer: Any, precision: str) -> None:
+    def __init__(self, trainer: Any) -> None:
         import transformers
 
         self.trainer, self.own = trainer, OwnLoss()
-        overrides = type(trainer).compute_loss is not transformers.Trainer.compute_loss
-        is_given = trainer.compute_loss_func is not None
-        name = "compute_loss_func" if is_given else f"compute_loss of {type(trainer).__name__}"
-        self.mean = MeanCheck(trainer, name, precision) if overrides or is_given else None
-        self.is_models = self.mean is None and trainer.label_smoother is None
+        self.is_models = (
+            type(trainer).compute_loss is transformers.Trainer.compute_loss
+            and trainer.compute_loss_func is None
+            and trainer.label_smoother is None
+        )
 
     def __call__(self, model: Any, batch: Any) -> Any:
         if isinstance(batch, tuple):
             with self._on_rank(model) as figures:
                 return self.trainer.prediction_step(model, *batch), figures
-        if self.mean is None:
-            return self._loss(model, batch)
-        return self.mean.looked_at(self._loss, model, batch)
-
-    def _loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
         with self._on_rank(model) as figures:
             loss = (self._of_model if self.is_models else self._of_method)(model, batch)
         return (loss, figures) if figures else loss

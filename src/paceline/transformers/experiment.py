@@ -81,7 +81,7 @@ def _parts(trainer: Any, loader: Any) -> dict[str, Any]:
         "model": ModelOf(trainer),
         "data": data,
         "collate": collate,
-        "compute": ComputeLoss(trainer, precision_of(trainer.args)),
+        "compute": ComputeLoss(trainer),
         "precision": precision_of(trainer.args),
         "seed": trainer.args.seed,
     }
