@@ -450,6 +450,29 @@ def test_what_ranks_can_t_follow_is_refused(event: str, act: Any, message: str, 
         _trainer(_kinds()[1], tmp_path, _Line(), callbacks=[callback()], plan="single").train()
 
 
+def test_a_checkpoint_takes_the_place_of_another_runs(tmp_path: Path):
+    """A second run in the output directory leaves the files of the first, and a resumed one may be resumed again."""
+    from paceline.runs.folder import checkpoint_of
+    from paceline.transformers.checkpoints import bring, keep
+
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    for name in ("first", "second"):
+        saved = checkpoint_of(tmp_path / name, 3)
+        saved.mkdir(parents=True)
+        (saved / "weights").write_text(name)
+        (saved / name).touch()
+        keep(tmp_path / name, checkpoint, step=3, frozen='{"names": []}', plateau=None)
+    assert (checkpoint_of(tmp_path / "first", 3) / "weights").read_text() == "first"
+    for _ in range(2):  # the first time the script was killed before its next checkpoint
+        bring(checkpoint, tmp_path / "resumed", step=3, model=_Line(), plateau=None)
+    resumed = checkpoint_of(tmp_path / "resumed", 3)
+    assert {path.name: path.read_text() for path in resumed.iterdir()} == {
+        "weights": "second",
+        "second": "",
+    }
+
+
 def test_a_figure_that_no_evaluation_gives_costs_no_steps(tmp_path: Path):
     """It is refused before the first step where that is known, and else after a checkpoint is saved."""
     _, ours = _kinds()

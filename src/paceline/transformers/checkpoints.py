@@ -131,11 +131,12 @@ def optimizer_state(
 
 
 def _copy(source: Path, target: Path, step: int) -> None:
+    """Copy a checkpoint. One that is there goes first, because its files may be links to those of another run."""
+    drop(target, step=step)
     shutil.copytree(
         folder.checkpoint_of(source, step),
         folder.checkpoint_of(target, step),
         copy_function=_link,
-        dirs_exist_ok=True,
     )
 
 
