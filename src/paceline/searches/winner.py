@@ -10,6 +10,7 @@ from paceline.job import Job
 from paceline.launch.local.worker_pool import WorkerPool, room
 from paceline.launch.process.failure import RankFailed
 from paceline.launch.process.fault_policy import ALL_NEEDED
+from paceline.launch.process.messages import Message
 from paceline.runs import folder
 from paceline.searches.trials import OWNER, RECORD, TEST, best_trial, counted
 from paceline.strategies.plan import Plan
@@ -38,19 +39,26 @@ def read_test_data(study: Study, pool: WorkerPool, job: Job, *, memory: str | No
         )
         return
     plan = Plan.parse(record["plan"]).of_forwards().with_(microbatches=1)
-    slots = room(pool, plan.world_size)
-    assert slots is not None  # the winner was trained by as many ranks at least
-    payload = {
-        "do": "test",
-        "params": record["params"],
-        "plan": str(plan),
-        "memory": memory,
-        "devices": [pool.names[slot] for slot in slots],
-        "run_dir": str(trial_dir),
-    }
-    pool.start(payload, slots, fault_policy=ALL_NEEDED, log_dir=trial_dir / "logs")
-    while not (ended := [event for event in pool.wait(60.0) if event.kind == "end"]):
-        pass
-    if ended[0].failure is not None:
-        raise RankFailed(ended[0].failure)
-    study.set_user_attr(TEST, {"trial": best.number, **ended[0].value})
+    while (slots := room(pool, plan.world_size)) is not None:
+        payload = {
+            "do": "test",
+            "params": record["params"],
+            "plan": str(plan),
+            "memory": memory,
+            "devices": [pool.names[slot] for slot in slots],
+            "run_dir": str(trial_dir),
+        }
+        pool.start(payload, slots, fault_policy=ALL_NEEDED, log_dir=trial_dir / "logs")
+        ended: list[Message] = []
+        while not ended:
+            ended = [event for event in pool.wait(60.0) if event.kind in ("end", "lost")]
+        if ended[0].kind == "lost":
+            continue  # another node reads the data
+        if ended[0].failure is not None:
+            raise RankFailed(ended[0].failure)
+        study.set_user_attr(TEST, {"trial": best.number, **ended[0].value})
+        return
+    print(
+        f"the test data was not read: no node with {plan.world_size} devices is left",
+        file=sys.stderr,
+    )
