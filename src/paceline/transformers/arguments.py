@@ -5,7 +5,7 @@ those without effect.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from paceline.base.errors import UsageError
@@ -96,7 +96,6 @@ def refuse(trainer: Any) -> None:
             *_arguments(trainer.args),
             *_methods(trainer),
             *_callbacks(trainer),
-            *_best_metric(trainer),
         ]
     )
 
@@ -245,17 +244,3 @@ def must_wait(trainer: Any) -> bool:
         _is_of_user(callback) and any(overrides(callback, event) for event in _STEP_EVENTS)
         for callback in trainer.callback_handler.callbacks
     )
-
-
-def _best_metric(trainer: Any) -> Iterator[str]:
-    """Yield a problem if the metric is known to be missing from all evaluations."""
-    metric, sets = trainer.args.metric_for_best_model, trainer.eval_dataset
-    known = ["loss", "runtime", "samples_per_second", "steps_per_second"]
-    if isinstance(sets, Mapping):
-        known = [f"{each}_{name}" for each in sets for name in known]
-    is_told = trainer.compute_metrics is not None or _home(trainer, "evaluate") not in _LIBRARIES
-    is_told |= _text(trainer.args.eval_strategy) == "no"
-    if metric is not None and not is_told and str(metric).removeprefix("eval_") not in known:
-        yield (
-            f"metric_for_best_model={metric!r}: without compute_metrics an evaluation gives {', '.join(known)}"
-        )
