@@ -95,7 +95,7 @@ def samplers() -> dict[str, Callable[[int], Any]]:
 
     return {
         name: (lambda seed, name=name: make_sampler(name, num_objectives=1, seed=seed))
-        for name in ("random", "tpe", "evolution")
+        for name in ("random", "tpe")
     }
 
 

@@ -1,13 +1,10 @@
-"""Samplers and pruners by name, and regularised evolution."""
+"""Samplers and pruners by name."""
 
 from __future__ import annotations
 
-import numpy as np
 import optuna
 import pytest
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from paceline.searches.evolution import EvolutionSampler, mutated
 from paceline.searches.objectives import Limit, Objective, parse_objectives
 from paceline.searches.samplers import PRUNERS, SAMPLERS, make_pruner, make_sampler
 
@@ -43,55 +40,6 @@ def test_objects_of_optunas_are_taken_as_they_are():
     sampler, pruner = optuna.samplers.RandomSampler(), optuna.pruners.NopPruner()
     assert make_sampler(sampler, num_objectives=2, seed=0) is sampler
     assert make_pruner(pruner, num_objectives=2, evaluations=None) is pruner
-
-
-def test_evolution_beats_random_search():
-    """The median of the best value after 100 trials, over five seeds."""
-
-    def median(make: type) -> float:
-        bests = []
-        for seed in range(5):
-            study = optuna.create_study(sampler=make(seed=seed))
-            study.optimize(bowl, n_trials=100)
-            bests.append(study.best_value)
-        return float(np.median(bests))
-
-    assert median(EvolutionSampler) < 0.5 * median(optuna.samplers.RandomSampler)
-
-
-def test_a_child_differs_from_its_parent_in_one_parameter():
-    """Once the first population has been drawn."""
-    study = optuna.create_study(sampler=EvolutionSampler(population=5, tournament=5, seed=0))
-    study.optimize(bowl, n_trials=30)
-    for trial in study.trials[5:]:
-        shared = [
-            sum(other.params.get(name) == value for name, value in trial.params.items())
-            / len(trial.params)
-            for other in study.trials[: trial.number]
-        ]
-        assert max(shared) >= 0.5
-
-
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [
-        (FloatDistribution(0, 1), 0.0),
-        (FloatDistribution(1e-5, 1.0, log=True), 1e-5),
-        (FloatDistribution(0, 1, step=0.25), 0.5),
-        (IntDistribution(2, 8), 8),
-        (IntDistribution(1, 1024, log=True), 32),
-        (CategoricalDistribution(("a", "b", None)), "b"),
-    ],
-)
-def test_a_mutation_is_another_value_of_the_distribution(
-    kind: optuna.distributions.BaseDistribution, value: object
-):
-    """Within its ends and on its steps."""
-    rng = np.random.RandomState(0)
-    for _ in range(50):
-        mutant = mutated(value, kind, rng)
-        assert kind._contains(kind.to_internal_repr(mutant))
-        assert mutant != value or type(mutant) is not type(value)
 
 
 def test_objectives_and_limits_are_read():

@@ -1,6 +1,4 @@
-"""Samplers and pruners by name: Optuna's, and regularised evolution. In Python, any other one of
-Optuna's can be given.
-"""
+"""Optuna's samplers and pruners by name. In Python, any other one of Optuna's can be given."""
 
 from __future__ import annotations
 
@@ -32,19 +30,12 @@ def _gp(samplers: Any, seed: int) -> Any:
     return samplers.GPSampler(seed=seed, warn_independent_sampling=False)
 
 
-def _evolution(samplers: Any, seed: int) -> Any:
-    from paceline.searches.evolution import EvolutionSampler
-
-    return EvolutionSampler(seed=seed)
-
-
 SAMPLERS: Mapping[str, Callable[[Any, int], Any]] = {
     "random": lambda samplers, seed: samplers.RandomSampler(seed=seed),
     "tpe": _tpe,
     "cmaes": _cmaes,
     "gp": _gp,
     "nsga2": lambda samplers, seed: samplers.NSGAIISampler(seed=seed),
-    "evolution": _evolution,
 }
 # Each function takes the number of evaluations of a trial, or None if it is not known.
 PRUNERS: Mapping[str, Callable[[Any, int | None], Any]] = {
@@ -57,7 +48,6 @@ PRUNERS: Mapping[str, Callable[[Any, int | None], Any]] = {
         max_resource=evaluations or "auto"
     ),
 }
-_ONE_OBJECTIVE = ("cmaes", "evolution")
 
 
 def make_sampler(
@@ -78,7 +68,7 @@ def make_sampler(
     name = sampler or "tpe"
     if name not in SAMPLERS:
         raise UsageError(f"unknown sampler '{name}', {nearest(name, SAMPLERS)}")
-    if num_objectives > 1 and name in _ONE_OBJECTIVE:
+    if num_objectives > 1 and name == "cmaes":
         raise UsageError(
             f"sampler '{name}' can't weigh {num_objectives} objectives",
             hint="--sampler nsga2, or tpe",

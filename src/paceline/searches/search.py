@@ -93,7 +93,7 @@ def search(
         ray: The address of a Ray cluster on whose nodes trials run: auto, or HOST:PORT. The search runs
             on a machine of it, and each trial within one node. All nodes must see the job's file
             and the run folder.
-        sampler: random, tpe (the default), cmaes, gp, nsga2, evolution, or one of Optuna's.
+        sampler: random, tpe (the default), cmaes, gp, nsga2, or one of Optuna's.
         pruner: none, median (the default with one objective), halving, hyperband, or one of
             Optuna's.
         storage: The URL of a database, which machines may share; by default a file in the run folder.
