@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import CallbackError, UsageError, in_words
-from paceline.callbacks.images import Image, image_of, is_picture
+from paceline.callbacks.images import image_of, is_picture
 from paceline.job.callback import (
     Callback,
     CheckpointReport,
@@ -373,24 +373,25 @@ class RunController:
             raise UsageError(
                 "run.log: 'step' is the step that the values are logged for", hint="another name"
             )
-        logged: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
+        pictures: dict[str, Any] = {}
         for name, value in values.items():
             if is_picture(value):
-                logged[name] = image_of(value)
+                if "on_log" in self.hooks:
+                    pictures[name] = image_of(value)
             elif isinstance(value, str | int | float):
-                logged[name] = value
+                figures[name] = value
             elif getattr(value, "ndim", None) == 0:
-                logged[name] = value.item()
+                figures[name] = value.item()
             else:
                 raise UsageError(
                     f"run.log: {name!r} is a {type(value).__name__}",
                     hint="numbers, text, arrays of two or three dims, and figures can be logged",
                 )
-        figures = {name: value for name, value in logged.items() if not isinstance(value, Image)}
         if figures:
             with (self.run.folder / LOGGED).open("a") as file:
                 file.write(json.dumps({"step": self.run.step, **figures}) + "\n")
-        self._call("on_log", self.run.step, logged)
+        self._call("on_log", self.run.step, {**figures, **pictures})
 
     # --- Weights and the end ----------------------------------------------------------------------------------------
 

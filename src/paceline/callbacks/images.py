@@ -1,24 +1,14 @@
-"""Converts arrays, tensors and figures to PNG files in memory."""
+"""Converts arrays, tensors and figures to pictures."""
 
 from __future__ import annotations
 
 import io
-import struct
-import zlib
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UsageError
 
-
-@dataclass(frozen=True)
-class Image:
-    """A picture."""
-
-    data: bytes  # the PNG file
-    height: int  # in pixels
-    width: int  # in pixels
-    channels: int  # 1 to 4
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 def is_picture(value: Any) -> bool:
@@ -36,47 +26,25 @@ def image_of(value: Any) -> Image:
         UsageError: it has another shape.
     """
     import numpy as np
+    import PIL.Image
 
     if hasattr(value, "savefig"):
         file = io.BytesIO()
         value.savefig(file, format="png")
-        data = file.getvalue()
-        width, height = struct.unpack(">II", data[16:24])
-        return Image(data, height, width, 4)
+        return PIL.Image.open(file)
     if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value  # NumPy has no bfloat16
     pixels = np.asarray(value)
     if pixels.ndim == 3 and pixels.shape[2] > 4 and pixels.shape[0] <= 4:
         pixels = pixels.transpose(1, 2, 0)
-    if pixels.ndim == 2:
-        pixels = pixels[:, :, None]
-    if pixels.ndim != 3 or not 1 <= pixels.shape[2] <= 4 or not pixels.size:
+    if not pixels.size or (pixels.ndim == 3 and pixels.shape[2] > 4):
         raise UsageError(
             "an image must have the shape (height, width), (height, width, channels) or (channels, "
             f"height, width), got {tuple(np.shape(value))}"
         )
-    if pixels.dtype.kind == "f":
-        pixels = np.nan_to_num(pixels).clip(0, 1) * 255 + 0.5
-    pixels = pixels.clip(0, 255).astype(np.uint8)
-    height, width, channels = pixels.shape
-    return Image(
-        _png(pixels.reshape(height, width * channels), width, channels), height, width, channels
-    )
-
-
-def _png(rows: Any, width: int, channels: int) -> bytes:
-    """Return rows of bytes as a PNG file."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    color = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
-    lines = b"".join(b"\0" + row.tobytes() for row in rows)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, len(rows), 8, color, 0, 0, 0))
-        + chunk(b"IDAT", zlib.compress(lines))
-        + chunk(b"IEND", b"")
-    )
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    if pixels.dtype.kind in "bf":
+        pixels = np.nan_to_num(pixels.astype(float)).clip(0, 1) * 255 + 0.5
+    return PIL.Image.fromarray(pixels.clip(0, 255).astype(np.uint8))

@@ -229,7 +229,7 @@ class Callback:
         """Handle a checkpoint that is complete."""
 
     def on_log(self, run: RunHandle, step: int, values: Mapping[str, Any]) -> None:
-        """Handle a call of `run.log`, which gives numbers, text and `Image`s by name."""
+        """Handle a call of `run.log`, which gives numbers, text and pictures, as images of Pillow, by name."""
 
     def on_end(self, run: RunHandle, result: Any) -> None:
         """Handle the end of a run that is done: it took all steps, or a callback stopped it."""

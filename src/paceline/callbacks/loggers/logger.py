@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.base.errors import Preempted
-from paceline.callbacks.images import Image
 from paceline.job.callback import Callback, EvaluationReport, StepReport
 from paceline.runs.folder import LOGGERS
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from paceline.job.callback import RunHandle
 
 Status = Literal["finished", "failed", "interrupted"]
@@ -87,7 +88,7 @@ class Logger(Callback, ABC):
         for name, value in values.items():
             if isinstance(value, str):
                 self.text(step, name, value)
-            elif isinstance(value, Image):
+            elif not isinstance(value, int | float):
                 self.image(step, name, value)
 
     def on_end(self, run: RunHandle, result: Any) -> None:

@@ -13,12 +13,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import UsageError, printable
-from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
 from paceline.job.callback import RunHandle
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _BATCH = 500  # metrics sent at a time; the server accepts 1000
 # Seconds for which a metric is kept back at most, while steps come in and the server answers.
@@ -100,16 +102,10 @@ class MLflow(Logger):
         )
 
     def image(self, step: int, name: str, image: Image) -> None:
-        import tempfile
-        from pathlib import Path
-
-        with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-            path = Path(folder) / f"step-{step}.png"
-            path.write_bytes(image.data)
-            self._send(
-                f"the image {name} of step {step} is lost",
-                lambda: self.client.log_artifact(self.run_id, str(path), _name(name)),
-            )
+        self._send(
+            f"the image {name} of step {step} is lost",
+            lambda: self.client.log_image(self.run_id, image, f"{_name(name)}/step-{step}.png"),
+        )
 
     def flush(self) -> None:
         while (

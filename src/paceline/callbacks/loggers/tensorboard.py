@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
 from paceline.job.callback import RunHandle
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class TensorBoard(Logger):
@@ -36,17 +38,10 @@ class TensorBoard(Logger):
         self.writer.add_text(name, text, step)
 
     def image(self, step: int, name: str, image: Image) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        import numpy as np
 
-        picture = Summary.Image(
-            height=image.height,
-            width=image.width,
-            colorspace=image.channels,
-            encoded_image_string=image.data,
-        )
-        self.writer._get_file_writer().add_summary(
-            Summary(value=[Summary.Value(tag=name, image=picture)]), step
-        )
+        pixels = np.asarray(image)
+        self.writer.add_image(name, pixels, step, dataformats="HWC"[: pixels.ndim])
 
     def flush(self) -> None:
         self.writer.flush()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
 from paceline.job.callback import RunHandle
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class Trackio(Logger):
@@ -34,10 +35,9 @@ class Trackio(Logger):
         self.client.log({name: text}, step=step)
 
     def image(self, step: int, name: str, image: Image) -> None:
-        import PIL.Image
         import trackio
 
-        self.client.log({name: trackio.Image(PIL.Image.open(io.BytesIO(image.data)))}, step=step)
+        self.client.log({name: trackio.Image(image)}, step=step)
 
     def finish(self, status: Status) -> None:
         self.client.finish()

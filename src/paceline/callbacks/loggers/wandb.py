@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.callbacks.images import Image
 from paceline.callbacks.loggers.logger import Logger, Status
 from paceline.job.callback import RunHandle
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _ROWS = 1000  # of the client between two steps: it takes no row before the last one
 
@@ -45,10 +46,9 @@ class WeightsAndBiases(Logger):
         self._send(step, {name: wandb.Html(f"<pre>{text}</pre>")})
 
     def image(self, step: int, name: str, image: Image) -> None:
-        import PIL.Image
         import wandb
 
-        self._send(step, {name: wandb.Image(PIL.Image.open(io.BytesIO(image.data)))})
+        self._send(step, {name: wandb.Image(image)})
 
     def _send(self, step: int, values: Mapping[str, Any]) -> None:
         """Send values of a step. Those of a later step may have been sent, so each row has its step."""
