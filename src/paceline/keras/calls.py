@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from paceline.base.errors import PlanError, UsageError
-from paceline.cluster.cluster import Cluster
 from paceline.cluster.devices import Device
 from paceline.launch.hosts.environment import current
+from paceline.planner.resolve import resolve
 from paceline.strategies.plan import Plan
 
 
@@ -114,15 +114,18 @@ def _check_model(model: Any) -> None:
 
 
 def _split_plan(plan: str | Plan | None) -> Plan | None:
-    """A plan that is not one of replicas alone."""
-    requested = None if plan is None or plan == "auto" else Plan.read(plan)
-    return (
-        None if requested is None or requested == Plan.of(data=requested.world_size) else requested
-    )
+    """Return a plan that is not one of replicas alone; None if this one is, or none was given."""
+    requested = Plan() if plan is None else Plan.read(plan)
+    return None if requested == Plan.of(data=requested.world_size) else requested
 
 
-def _devices(plan: str | Plan | None, devices: str | None) -> tuple[Device, ...]:
-    """One a rank."""
+def _devices(plan: str | Plan | None, devices: str | None) -> Sequence[Device]:
+    """Return the device of each rank.
+
+    Raises:
+        UsageError: a launcher started several processes.
+        PlanError: the plan is not one of replicas, or doesn't suit the devices.
+    """
     launcher = current()
     if launcher is not None and launcher.world_size > 1:
         raise UsageError(
@@ -130,28 +133,13 @@ def _devices(plan: str | Plan | None, devices: str | None) -> tuple[Device, ...]
             "each process would train a model of its own",
             hint="start one process, and name the plan",
         )
-    if plan == "auto":
+    resolved = resolve(
+        None, "single" if plan is None and devices is None else plan, devices=devices
+    )
+    size = resolved.plan.world_size
+    if resolved.plan != Plan.of(data=size):
         raise PlanError(
-            "fit does not choose a plan",
-            hint="plan='data=2', or pl.plan(pl.keras.job(model, x, y, ...))",
+            f"plan '{resolved.plan}' is not one that fit knows",
+            hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{resolved.plan}')",
         )
-    requested = Plan.read(plan) if plan is not None else None
-    size = requested.world_size if requested is not None else 1
-    if requested is not None and requested != Plan.of(data=size):
-        raise PlanError(
-            f"plan '{requested}' is not one that fit knows",
-            hint=f"plan='data={size}', or pl.train(pl.keras.job(model, x, y, ...), '{requested}')",
-        )
-    is_counted = requested is None and devices is not None
-    cluster = Cluster.local(devices, num_ranks=None if is_counted else size)
-    if len(cluster.devices) != size and not is_counted:
-        raise PlanError(
-            f"plan '{requested}' needs {size} devices and devices= names {len(cluster.devices)}",
-            hint="one device a rank",
-        )
-    if len({device.kind for device in cluster.devices}) > 1:
-        raise PlanError(
-            f"devices= names {devices}, and ranks compute on one kind of device",
-            hint="devices='cuda:0-1'",
-        )
-    return tuple(cluster.devices)
+    return resolved.cluster.devices
