@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.job.callback import Callback, EvaluationReport, StepReport
-from paceline.runs import folder
 
 if TYPE_CHECKING:
     from paceline.job.callback import RunHandle
@@ -36,8 +35,7 @@ MOST_METRICS, MOST_LETTERS, MOST_SECONDS = (
     64,
     2**31 - 1,
 )  # the resource's own limits; it refuses a report with more as a whole
-# For the first steps, the time left is derived from the predicted step.
-PREDICTED_STEPS = 20
+_LATEST_STEPS = 20  # whose mean time gives the time left
 
 
 class KubeflowProgress(Callback):
@@ -57,7 +55,7 @@ class KubeflowProgress(Callback):
         self._sending: threading.Thread | None = None
 
     def on_step(self, run: RunHandle, step: StepReport) -> None:
-        self._step_s = [*self._step_s[-PREDICTED_STEPS:], step.step_s]
+        self._step_s = [*self._step_s[-_LATEST_STEPS:], step.step_s]
         if step.loss is not None:
             self._metrics["loss"] = step.loss
         if time.monotonic() >= self._told_s + PERIOD_S:
@@ -93,23 +91,12 @@ class KubeflowProgress(Callback):
             "metrics": metrics[:MOST_METRICS],
         }
         if run.total_steps:
-            left_s = (run.total_steps - step) * self._expected_step_s(run)
+            left_s = (run.total_steps - step) * sum(self._step_s) / max(1, len(self._step_s))
             status |= {
                 "progressPercentage": min(100, 100 * step // run.total_steps),
                 "estimatedRemainingSeconds": round(min(max(left_s, 0.0), MOST_SECONDS)),
             }
         return status
-
-    def _expected_step_s(self, run: RunHandle) -> float:
-        """Return the predicted step time in seconds for the first steps, then the mean of the
-        latest ones.
-        """
-        predicted = run.folder / folder.PREDICTED
-        if len(self._step_s) < PREDICTED_STEPS and predicted.exists():
-            step_s = json.loads(predicted.read_text())["step_s"]
-            if step_s is not None:
-                return float(step_s)
-        return sum(self._step_s) / max(1, len(self._step_s))
 
     def _tell(self, status: Mapping[str, Any]) -> None:
         """Send a status on another thread, unless the last one is still being sent."""

@@ -62,7 +62,6 @@ class Running:
     # evaluations that Optuna already has from before this controller
     num_reported: int = 0
     step: int = 0
-    total_steps: int | None = None
     figures: dict[str, float] = field(default_factory=dict)
     is_pruned: bool = False
     # ranks that asked whether the trial's weights are worth keeping
@@ -386,11 +385,7 @@ class Controller:
 
     def _report(self, task: int, running: Running, progress: Mapping[str, Any]) -> None:
         running.num_evaluations += 1
-        running.step, running.total_steps, running.figures = (
-            progress["step"],
-            progress["of"],
-            dict(progress["figures"]),
-        )
+        running.step, running.figures = progress["step"], dict(progress["figures"])
         name = self.request.objectives[0].name
         if running.is_pruned or len(self.request.objectives) > 1 or name not in running.figures:
             return

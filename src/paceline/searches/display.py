@@ -1,5 +1,5 @@
-"""The display of a running search: a live table on a terminal, else a line for each new best and
-each new failure.
+"""The display of a running search: a line for each new best and each new kind of failure, and one on how far
+the search is, which is live on a terminal.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from paceline.searches.controller import cause_of
 from paceline.searches.trials import best_trial, counted, state_of
 
 if TYPE_CHECKING:
-    from paceline.searches.controller import Controller, Running
+    from paceline.searches.controller import Controller
 
 PLAIN_EVERY_S = 30.0
 _LIVE_EVERY_S = 0.25
-_ROWS = 16
 
 
 class StudyDisplay:
     """Shows a search on stderr."""
 
-    def __init__(self, num_trials: int) -> None:
-        self.num_trials = num_trials
+    def __init__(self) -> None:
         self.live: Any = None
         self.began_s = self.shown_s = time.monotonic()
         self.done_before: int | None = None
@@ -52,7 +50,7 @@ class StudyDisplay:
         if self.live is None:
             self._say(self._line(controller))
         else:
-            self.live.update(self._table(controller))
+            self.live.update(self._line(controller))
 
     def close(self) -> None:
         if self.live is not None:
@@ -80,14 +78,16 @@ class StudyDisplay:
             for state in ("complete", "pruned", "refused", "failed", "running")
             if state in states
         )
-        return f"{controller.num_done} of {self.num_trials} trials: {shown}{self._left(controller)}"
+        return f"{controller.num_done} of {controller.request.num_trials} trials: {shown}{self._left(controller)}"
 
     def _left(self, controller: Controller) -> str:
         done = controller.num_done - (self.done_before or 0)
         if not done:
             return ""
         left_s = (
-            (time.monotonic() - self.began_s) / done * max(0, self.num_trials - controller.num_done)
+            (time.monotonic() - self.began_s)
+            / done
+            * max(0, controller.request.num_trials - controller.num_done)
         )
         minutes, seconds = divmod(round(left_s), 60)
         return f", {minutes}:{seconds:02} left"
@@ -97,41 +97,6 @@ class StudyDisplay:
             self.console.print(text, markup=False, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
-
-    def _table(self, controller: Controller) -> Any:
-        from rich.table import Table
-
-        table = Table(
-            title=self._line(controller),
-            title_justify="left",
-            box=None,
-            pad_edge=False,
-            expand=True,
-        )
-        for column in ("trial", "plan", "devices", "step", "now"):
-            table.add_column(column, no_wrap=True)
-        table.add_column("settings", no_wrap=True, overflow="ellipsis", ratio=1)
-        best = best_trial(controller.study)
-        if best is not None:
-            table.add_row(
-                f"{best.number} (best)", "", "", "", f"{best.values[0]:.5g}", settings(best.params)
-            )
-        for running in list(controller.running.values())[:_ROWS]:
-            table.add_row(*_row(running, controller))
-        return table
-
-
-def _row(running: Running, controller: Controller) -> tuple[str, ...]:
-    value = running.figures.get(controller.request.objectives[0].name)
-    total = f"/{running.total_steps}" if running.total_steps else ""
-    return (
-        str(running.number),
-        running.plan or "to be planned",
-        ", ".join(map(controller.pool.place, running.slots)),
-        f"{running.step}{total}",
-        "" if value is None else f"{value:.5g}",
-        settings(running.params),
-    )
 
 
 def settings(params: Any) -> str:

@@ -257,7 +257,7 @@ def _run(
             f"not varied: {settings_text(request.space.kept)}; --vary NAME=DOMAIN varies them",
             file=sys.stderr,
         )
-    display, written_s = StudyDisplay(request.num_trials), time.monotonic()
+    display, written_s = StudyDisplay(), time.monotonic()
     stopped: list[int] = []
 
     def note(number: int) -> None:

@@ -105,7 +105,7 @@ def train(
     )
 
     def report(step: int, figures: Mapping[str, float]) -> None:
-        line.report({"step": step, "of": job.total_steps, "figures": dict(figures)})
+        line.report({"step": step, "figures": dict(figures)})
 
     settings = Settings(
         run_dir=run_dir,
