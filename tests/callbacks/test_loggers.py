@@ -107,6 +107,25 @@ def test_tensorboard(tmp_path: Path):
     assert (tmp_path / "run" / "logged.jsonl").read_text().count('"note"') == 4
 
 
+def test_tensorboard_takes_the_address_of_a_bucket(monkeypatch: pytest.MonkeyPatch):
+    """As its writer has it, with both slashes."""
+    needed("tensorboard")
+    from torch.utils import tensorboard
+
+    addresses: list[str] = []
+
+    class Writer:
+        def __init__(self, address: str) -> None:
+            addresses.append(address)
+
+        def add_text(self, *words: str) -> None: ...
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Writer)
+    [logger] = loggers_of("tensorboard:gs://bucket/run")
+    logger.begin(SimpleNamespace(), {})
+    assert addresses == ["gs://bucket/run"]
+
+
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[str]:
     """A tracking server of its own, with its database in a file."""

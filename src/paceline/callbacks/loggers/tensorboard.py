@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.callbacks.loggers.logger import Logger, Status
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 class TensorBoard(Logger):
     """Logs to TensorBoard.
 
-    where: the folder of the event files.
+    where: the folder of the event files, or its address, such as gs://BUCKET/NAME.
     """
 
     kind = "tensorboard"
@@ -24,7 +23,7 @@ class TensorBoard(Logger):
     def begin(self, run: RunHandle, facts: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.run_id = str(Path(self.where) if self.where else run.folder / "tensorboard")
+        self.run_id = self.where or str(run.folder / "tensorboard")
         self.writer: Any = SummaryWriter(self.run_id)
         self.writer.add_text(
             "run", "\n".join(f"    {name}: {value}" for name, value in facts.items())
