@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -17,6 +15,7 @@ import torch
 from paceline.api.train import train
 from paceline.base.errors import UsageError
 from paceline.base.fork import forks_can_use_cuda
+from paceline.base.temporary import temporary_folder
 from paceline.job.callback import EpochReport
 from paceline.keras.as_job import job, load, load_weights
 from paceline.keras.copies import packed
@@ -78,8 +77,8 @@ def fit(
         "seed": int(np.random.randint(2**31)),
         "sampler": None if shuffles else torch.utils.data.SequentialSampler(range(_size(x))),
     }
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        run = Path(folder) / "run"
+    with temporary_folder("keras") as folder:
+        run = folder / "run"
         options: dict[str, Any] = {
             "devices": devices,
             "run": run,
