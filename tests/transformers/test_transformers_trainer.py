@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -404,6 +405,24 @@ def test_the_check_before_a_run_tells_of_a_weighted_mean(
         compute_loss_func=_weighted,
     ).train()
     assert "note: cutting a batch changes what this job computes" in capfd.readouterr().err
+
+
+def test_ranks_end_with_an_interrupt_while_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As that of a notebook, whose process lives on."""
+    from paceline.transformers import Trainer
+    from paceline.transformers.session import Session
+
+    def interrupted(self: Any) -> Any:
+        while not multiprocessing.active_children():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "_hear_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _trainer(Trainer, tmp_path, _model(), plan="single").train()
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("kills", [False, True])

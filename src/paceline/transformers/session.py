@@ -97,8 +97,11 @@ class Session:
         self._apart = Apart(
             partial(_work, trainer, run), world_size, is_sent=not forks_can_use_cuda()
         )
-        # This waits until ranks have their copies: later changes here do not affect them.
-        self.options: dict[str, Any] | None = self._hear_all()[0]["options"]
+        try:  # This waits until ranks have their copies: later changes here do not affect them.
+            self.options: dict[str, Any] | None = self._hear_all()[0]["options"]
+        except BaseException:
+            self.abandon()
+            raise
 
     def go(self, until: int) -> None:
         """Let the ranks take steps up to this one, after which they wait."""
