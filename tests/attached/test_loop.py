@@ -72,6 +72,20 @@ def test_an_optimizer_that_has_taken_steps_goes_on(tmp_path, plan):
     assert_alike(told(tmp_path / "attached", attached, plan)["weights"], expected["weights"])
 
 
+BIG = """
+import weakref
+big = torch.nn.Linear(1, 1)
+seen = weakref.ref(big)
+run = pl.attach("""
+
+
+def test_what_a_script_deletes_is_freed(tmp_path):
+    """The run does not hold on to the variables that were there when it was attached."""
+    text = ATTACHED.replace("run = pl.attach(", BIG)
+    text = text.replace("tell()", "del big\nassert seen() is None\ntell()")
+    assert told(tmp_path, text, "single")["figures"]["steps"] == 8
+
+
 FIGURES = "run.log(mean=(x.sum(), len(x)), total=pl.total(x.sum()), odd=float('nan'))"
 
 

@@ -246,6 +246,7 @@ class AttachedRun:
                 f"checkpoints don't keep {', '.join(names)}: a resumed run has them as the script makes "
                 "them anew; state= names what is to be kept"
             )
+        self.variables = {}  # the script may delete some of them to free memory
         loop.restore()
         if loop.run.is_copied:
             loop.run.settle()
