@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -130,6 +131,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path):
         folder.claimed(tmp_path / "file" / "run"),
     ):
         pytest.fail("a file became a folder")
+
+
+def test_a_file_system_without_locks_refuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nobody can hold such a folder, so it is not said to be in use."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(folder.fcntl, "flock", refuse)
+    with folder.claimed(tmp_path / "run"):
+        folder.wait_until_unclaimed(tmp_path / "run", timeout_s=0.0)
+
+
+def test_a_name_that_no_folder_can_have(tmp_path: Path):
+    """It is refused like a folder that can't be written."""
+    with pytest.raises(UsageError, match=r"can't write the run folder .*File name too long"):
+        folder.check_free(tmp_path / ("a" * 300), resume=False)
 
 
 def test_reading_documents(tmp_path: Path):

@@ -92,15 +92,19 @@ def check_free(run_dir: Path, *, resume: bool) -> None:
     Raises:
         UsageError: the folder can't be used; its hint says what to do.
     """
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UsageError(f"{run_dir} is a file and not a run folder")
-    for path in run_dir.iterdir() if run_dir.exists() else ():
-        if (
-            path.exists() and not path.is_file() and not path.is_dir()
-        ):  # opening a pipe would wait for its other end
-            raise UsageError(
-                f"{path} is a pipe, a socket or a device, and no file of a run", hint="remove it"
-            )
+    try:
+        if run_dir.exists() and not run_dir.is_dir():
+            raise UsageError(f"{run_dir} is a file and not a run folder")
+        for path in run_dir.iterdir() if run_dir.exists() else ():
+            if (
+                path.exists() and not path.is_file() and not path.is_dir()
+            ):  # opening a pipe would wait for its other end
+                raise UsageError(
+                    f"{path} is a pipe, a socket or a device, and no file of a run",
+                    hint="remove it",
+                )
+    except OSError as error:  # the folder can't be read, or its name is too long
+        raise _unwritable(run_dir, error) from error
     if not resume and any((run_dir / name).exists() for name in (METRICS, SUMMARY, CHECKPOINTS)):
         raise UsageError(
             f"{run_dir} already holds a run",
@@ -144,9 +148,9 @@ def write_page(path: Path, text: str) -> Path:
 def claimed(run_dir: Path) -> Iterator[Path]:
     """Hold the folder for one live run.
 
-    The lock belongs to the kernel. If a run is killed, its lock ends with its last process. A run
-    that fails leaves no unfinished checkpoint behind. If its job can't be built, it leaves no new
-    folder behind either.
+    The lock belongs to the kernel. If a run is killed, its lock ends with its last process. On a
+    file system without locks nobody is refused. A run that fails leaves no unfinished checkpoint
+    behind. If its job can't be built, it leaves no new folder behind either.
 
     Raises:
         UsageError: a live run holds the folder, or the folder can't be written to.
@@ -158,14 +162,12 @@ def claimed(run_dir: Path) -> Iterator[Path]:
     except OSError as error:
         raise _unwritable(run_dir, error) from error
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(lock):
             holder = (run_dir / ".lock").read_text().strip() or "unknown"
             raise UsageError(
                 f"{run_dir} is in use by a live run (process {holder})",
                 hint="wait for it, or name another folder with --run",
-            ) from None
+            )
         try:
             os.ftruncate(lock, 0)
             os.write(lock, str(os.getpid()).encode())
@@ -186,8 +188,20 @@ def claimed(run_dir: Path) -> Iterator[Path]:
         if (
             os.getpid() == own_pid
         ):  # the run is over, although forks of this process may end a little later
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock an open file, and return whether nobody else holds its lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        pass  # a file system without locks, as Lustre can be
+    return True
 
 
 def unclaim_in_forks() -> None:
@@ -253,16 +267,12 @@ def wait_until_unclaimed(run_dir: Path, *, timeout_s: float) -> None:
         return
     deadline_s = time.monotonic() + timeout_s
     with open(run_dir / ".lock", "a+") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                if time.monotonic() > deadline_s:
-                    raise PeerLost(
-                        f"{run_dir} is still held by ranks that were lost {timeout_s:.0f} s ago",
-                        hint="end them, then --resume goes on from the newest checkpoint",
-                    ) from None
+        while not _locked(lock.fileno()):
+            if time.monotonic() > deadline_s:
+                raise PeerLost(
+                    f"{run_dir} is still held by ranks that were lost {timeout_s:.0f} s ago",
+                    hint="end them, then --resume goes on from the newest checkpoint",
+                )
             time.sleep(_LOCK_POLL_S)
 
 
