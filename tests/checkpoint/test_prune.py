@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 import paceline as pl
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import TensorPiece, Writer, newest_checkpoint, write
+from paceline.checkpoint import prune as prune_module
 from paceline.checkpoint.prune import later_saves, prune
 
 
@@ -45,6 +46,21 @@ def test_the_newest_the_best_and_those_of_keep_best_stay(tmp_path):
     (tmp_path / "best.json").write_text(json.dumps({"checkpoints": [{"step": 3, "value": 1.0}]}))
     prune(tmp_path, newest=2)
     assert steps_of(tmp_path) == [2, 3, 5, 6]
+
+
+def test_a_launch_removes_what_is_left_of_a_checkpoint(tmp_path, monkeypatch):
+    """A run can be killed while it removes one."""
+
+    def kill(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    saved(tmp_path, 1, 2)
+    monkeypatch.setattr(prune_module, "remove", kill)
+    with pytest.raises(KeyboardInterrupt):
+        prune(tmp_path, newest=1)
+    assert steps_of(tmp_path) == [2]
+    Writer(tmp_path, rank=0, world_size=1, attempt="next")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
 
 
 def test_damaged_notes_lose_no_checkpoint_but_old_ones(tmp_path):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.base.files import remove
 from paceline.checkpoint.write import committed_by
-from paceline.runs.folder import BEST, COMMIT, METRICS, checkpoints_of
+from paceline.runs.folder import BEST, METRICS, checkpoints_of
 
 
 def later_saves(run_dir: Path, *, after: int) -> frozenset[str]:
@@ -48,9 +48,11 @@ def prune(run_dir: Path, *, newest: int, passed_over: Collection[str] = ()) -> N
         kept.add(min(losses, key=lambda step: losses[step]))
     for step, path in complete.items():
         if step not in kept:
+            # Under this name it is no checkpoint, and the next launch removes what is left of it.
+            half_removed = path.with_name(f".{path.name}.pruned")
             with suppress(OSError):
-                (path / COMMIT).unlink()  # first, so that what is half removed is no checkpoint
-                shutil.rmtree(path)
+                path.rename(half_removed)
+                remove(half_removed)
 
 
 def _evaluated(run_dir: Path) -> Iterator[tuple[int, float]]:
