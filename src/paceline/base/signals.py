@@ -27,12 +27,12 @@ def handled(numbers: Sequence[signal.Signals], handle: Callable[[int], None]) ->
 
     In other threads than the main thread nothing changes, and the caller has to handle signals.
     """
-    first_s: dict[int, float] = {}
+    handled_s: dict[int, float] = {}  # when the last request came by each signal
 
     def call(number: int, frame: Any) -> None:
         now_s = time.monotonic()
-        if number not in first_s or now_s - first_s[number] > SAME_REQUEST_S:
-            first_s.setdefault(number, now_s)
+        if number not in handled_s or now_s - handled_s[number] > SAME_REQUEST_S:
+            handled_s[number] = now_s
             handle(number)
 
     if threading.current_thread() is not threading.main_thread():
