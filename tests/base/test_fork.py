@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from paceline.base import fork
 from paceline.base.fork import in_a_fork
 from paceline.cluster import accelerators
 from paceline.cluster.gpu_use import start_autograd_without_gpus
@@ -36,6 +39,7 @@ def test_a_fork_computes_in_parallel_after_its_parent_did(start_child: Any):
 _FAKES_THEN_A_FORK = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from paceline.base import fork
 from paceline.base.fork import in_a_fork
 from paceline.cluster.gpu_use import apart_from_cuda
 
@@ -75,3 +79,25 @@ def test_autograd_starts_before_fake_tensors_where_torch_finds_no_gpu(
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: backwards.append(loss))
     start_autograd_without_gpus.__wrapped__()
     assert len(backwards) == starts
+
+
+def test_a_fork_ends_with_an_interrupt_of_its_parent(monkeypatch: pytest.MonkeyPatch):
+    """A notebook lives on after it, and nobody waits for the answer."""
+    pids: list[int] = []
+    make_fork = os.fork
+
+    def noted() -> int:
+        pid = make_fork()
+        pids.append(pid)
+        return pid
+
+    def interrupted(descriptor: int, deadline_s: float | None) -> bytes:
+        os.close(descriptor)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fork", noted)
+    monkeypatch.setattr(fork, "_read_until", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        in_a_fork(lambda: time.sleep(1000))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)

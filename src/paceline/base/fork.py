@@ -63,10 +63,13 @@ def in_a_fork(work: Callable[[], Any], *, timeout_s: float | None = None) -> Any
         os.close(reading)
         _answer(work, writing, parent_pid)
     os.close(writing)
-    answer = _read_until(reading, None if timeout_s is None else time.monotonic() + timeout_s)
-    if answer is None:
-        os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    answer = None
+    try:
+        answer = _read_until(reading, None if timeout_s is None else time.monotonic() + timeout_s)
+    finally:
+        if answer is None:  # it takes too long, or this process is interrupted
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
     if answer is None:
         raise RuntimeError(f"the process that was asked gave no answer within {timeout_s:g} s")
     encoded = value_of(answer, os.waitstatus_to_exitcode(status))
