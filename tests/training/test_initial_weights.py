@@ -215,7 +215,10 @@ def test_no_file_and_no_kind_of_weights(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="init must be a state dict"):
         make_job(3)
     (tmp_path / "pickled.bin").write_bytes(b"\x80\x02" * 40)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "model.safetensors.index.json").write_text('{"weight_map": ')
     for path, message in (
+        (tmp_path / "half", "index.json' can't be read"),
         (tmp_path / "none", "no file or folder"),
         (tmp_path, "has no weights"),
         (tmp_path / "pickled.bin", "torch.load"),

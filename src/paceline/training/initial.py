@@ -87,8 +87,7 @@ def _at(path: Path) -> Checkpoint:
     if (path / MODEL).is_file():  # written by a run that ended, or by Transformers
         return _of_files(path, [MODEL])
     if (path / _INDEX).is_file():
-        shards = json.loads((path / _INDEX).read_text())["weight_map"].values()
-        return _of_files(path, sorted(set(shards)))
+        return _of_files(path, _shards(path / _INDEX))
     checkpoint = (
         open_checkpoint(path)
         if (path / COMMIT).is_file()
@@ -107,6 +106,17 @@ def _at(path: Path) -> Checkpoint:
         hint=f"{MODEL}, {_INDEX} with its shards, or a run with a checkpoint; save_pretrained(FOLDER) "
         "writes the first",
     )
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the files that Transformers' index names."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise JobError(
+            f"init: '{index}' can't be read: {type(error).__name__}: {error}",
+            hint="fetch the model's folder again; huggingface_hub.snapshot_download(NAME) does so",
+        ) from error
 
 
 def _of_files(folder: Path, files: list[str]) -> Checkpoint:
