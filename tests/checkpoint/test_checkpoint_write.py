@@ -43,7 +43,7 @@ from paceline.checkpoint import (
 )
 from paceline.checkpoint.files import NewFile, write_tensors
 from paceline.checkpoint.pieces import copy
-from paceline.checkpoint.snapshot import Snapshot, aligned
+from paceline.checkpoint.staging import Staging
 from paceline.job.pretrained import Weights
 from paceline.training.initial import source_of
 
@@ -689,17 +689,16 @@ def shapes_of_copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_files_are_alike_past_the_cache_and_through_it(
     sizes: list[int], buffer_bytes: int, is_refused: bool
 ) -> None:
-    """Of any sizes, from memory and from a snapshot; and where the file system refuses a write past its cache."""
+    """Of any sizes, from memory and from copies; and where the file system refuses a write past its cache."""
     tensors = {f"t{number}": torch.rand(100 * size) for number, size in enumerate(sizes)}
-    snapshot = Snapshot()
-    snapshot.begin(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
+    pieces = [piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)]
 
     def refuse(descriptor: int, data: memoryview, offset: int, pwrite: Any = os.pwrite) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return pwrite(descriptor, data[:5000], offset)
 
-    copies = {name: snapshot.copy(tensor) for name, tensor in tensors.items()}
+    copies = dict(zip(tensors, Staging().copy(pieces), strict=True))
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(files, "BUFFER_BYTES", buffer_bytes)
         if is_refused:
@@ -716,36 +715,18 @@ def test_files_are_alike_past_the_cache_and_through_it(
             assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_memory_of_a_snapshot_is_kept_and_can_be_taken_before(tmp_path: Path) -> None:
-    """The first save finds it there, the second one uses it again, and a rank does not count it as its own."""
+def test_memory_of_copies_is_kept(tmp_path: Path) -> None:
+    """The second save uses that of the first one again."""
     [writer] = writers(tmp_path, 1)
     tensor = torch.rand(2**22)
-    writer.prepare(pieces_of("w", tensor))
-    for thread in threading.enumerate():
-        if thread.name == "snapshot-memory":
-            thread.join(60)
-    assert writer._snapshot is not None
-    taken_bytes = [os.fstat(writer._snapshot._descriptor).st_blocks * 512]
     for step in (1, 2):
         writer.save(step, pieces_of("w", tensor + step))
         writer.wait()
-        taken_bytes.append(os.fstat(writer._snapshot._descriptor).st_blocks * 512)
-    assert taken_bytes == [tensor.nbytes] * 3
+        if step == 1:
+            [taken] = writer._staging.memory.values()
+    assert next(iter(writer._staging.memory.values())) is taken
+    assert torch.equal(taken, tensor + 2)
     assert torch.equal(open_checkpoint(tmp_path / "checkpoints" / "step-2").read("w"), tensor + 2)
-
-
-def test_a_late_reservation_overwrites_no_copy() -> None:
-    """The memory is written to before its first use, and not after that."""
-    snapshot, tensor = Snapshot(), torch.rand(2**20)
-    snapshot.begin(tensor.nbytes)
-    copied = snapshot.copy(tensor)
-    for more in (0, 2**20):
-        reserving = threading.Thread(
-            target=snapshot.reserve, args=(tensor.nbytes + more,)
-        )  # which it makes nice
-        reserving.start()
-        reserving.join()
-    assert torch.equal(copied, tensor)
 
 
 def test_write_json_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

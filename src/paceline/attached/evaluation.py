@@ -60,7 +60,6 @@ def _evaluating(run: TrainingRun, share: float) -> Iterator[None]:
     modes = [(module, module.training) for module in state.model.modules()]
     trained = state.trains  # not once the run has ended
     run.set_mode(trains=False)
-    run.tell("before_update")
     with kept_streams(), torch.no_grad(), state.evaluating(share, step=run.step):
         state.model.eval()
         yield

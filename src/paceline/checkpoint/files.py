@@ -101,15 +101,14 @@ def header(
 def write_tensors(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
-    wrote: Callable[[int], None] = lambda num_bytes: None,
+    wrote: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Write tensors to a safetensors file and force it to the disk.
 
     Args:
         tensors: Tensors on a GPU, or tensors that are not contiguous, are copied to CPU memory one
             at a time.
-        wrote: Called after each full buffer, with the buffer's bytes. The writing waits until it
-            returns.
+        wrote: Called after each full buffer.
 
     Returns:
         The file's size and checksum, as COMMIT lists them.
@@ -144,9 +143,9 @@ class NewFile:
     file system allows it.
     """
 
-    def __init__(self, path: Path, wrote: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def __init__(self, path: Path, wrote: Callable[[], None] = lambda: None) -> None:
         # num_bytes: bytes that are written or wait in the buffer. wrote: called after each full
-        # buffer, with its bytes.
+        # buffer.
         self.path, self.num_bytes, self._wrote = path, 0, wrote
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         self._direct = getattr(os, "O_DIRECT", 0)
@@ -190,7 +189,7 @@ class NewFile:
             self._waiting, start = self._waiting + count, start + count
             if self._waiting == BUFFER_BYTES:
                 self._empty()
-                self._wrote(BUFFER_BYTES)
+                self._wrote()
 
     def finish(self) -> dict[str, Any]:
         """Force the file to the disk and return its size and checksum, as COMMIT lists them."""

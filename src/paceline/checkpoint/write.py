@@ -15,11 +15,11 @@ import json
 import math
 import os
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,7 @@ from paceline.base.long_work import long_work
 from paceline.base.waiting import waiting
 from paceline.checkpoint.files import CHECKSUM, write_tensors
 from paceline.checkpoint.index import add_piece, file_of, merged
-from paceline.checkpoint.pace import Pace
-from paceline.checkpoint.pieces import TensorPiece, is_plain
-from paceline.checkpoint.snapshot import Snapshot, aligned, be_nice
+from paceline.checkpoint.pieces import TensorPiece
 from paceline.checkpoint.staging import Staging
 from paceline.cluster.limits import free_memory_bytes
 from paceline.runs.folder import CHECKPOINTS, COMMIT, remove_unfinished
@@ -54,6 +52,10 @@ _MEMORY_SHARE = 0.8
 # Seconds between a waiting rank's looks at the progress of others, and between rank 0's reports of
 # progress.
 _TOUCH_S = 1.0
+# Added to the niceness of a thread that writes beside the steps. A busy core then gives the thread a
+# sixteenth of its time (weights of 70 and 1024, sched_prio_to_weight in Linux's
+# kernel/sched/core.c).
+_NICER = 12
 EXIT_WAIT_S = (
     10.0  # for a file that is being written when the process exits; it can't be interrupted
 )
@@ -98,24 +100,10 @@ class Writer:
         self.takes_snapshots: bool | None = None
         self.timeout_s = timeout_s
         self._num_saves = 0
-        self._last_s = time.monotonic()  # when the last save began, or this object was made
         self._save: _Save | None = None
-        self._snapshot, self._staging = Snapshot(), Staging()
+        self._staging = Staging()
         if rank == 0:
             remove_unfinished(self.run_dir, but=attempt)
-
-    def prepare(self, pieces: Iterable[TensorPiece]) -> None:
-        """Begin to take the memory for copies of these pieces, so that the first save need not wait
-        for it.
-        """
-        args = (list(pieces),)
-        threading.Thread(
-            target=self._reserve, args=args, name="snapshot-memory", daemon=True
-        ).start()
-
-    def _reserve(self, pieces: Sequence[TensorPiece]) -> None:
-        self._staging.reserve([piece for piece in pieces if piece.tensor.is_cuda])
-        self._snapshot.reserve(_bytes_on_cpu(pieces))
 
     def save(
         self,
@@ -124,15 +112,13 @@ class Writer:
         document: Mapping[str, Any] | None = None,
         *,
         snapshot: bool = True,
-        is_for_updates: Callable[[str], bool] = lambda name: False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy the pieces to CPU memory and start to write them. It first waits for a save that
         still runs.
 
-        Tensors that lie on a GPU, or that only updates change, are copied while the run continues:
-        see `before_update`. If `takes_snapshots` is False, the tensors themselves are written, and
-        this returns when they are.
+        The host does not wait for copies from a GPU. If `takes_snapshots` is False, the tensors
+        themselves are written, and this returns when they are.
 
         Args:
             pieces: The pieces that this rank owns. The pieces of all ranks must cover every tensor
@@ -141,8 +127,6 @@ class Writer:
                 counts.
             snapshot: If False, the tensors themselves are read, and must not change until `wait`
                 returns.
-            is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of
-                this name.
             before_commit: Called on rank 0, on another thread, when all else of the checkpoint is
                 on the disk.
 
@@ -150,70 +134,27 @@ class Writer:
             CheckpointError: the previous save failed, this save can't be started, or this save
                 failed and the caller waits for it. No rank commits it.
         """
-        started_s = time.monotonic()
         self._num_saves += (
             1  # counted first, so that ranks stay in step when one of them fails here
         )
         self.wait()
-        # Half of the time since the last save leaves time for the rest if the next save comes
-        # equally soon.
-        within_s = min((started_s - self._last_s) / 2, self.timeout_s / 4)
-        self._last_s = started_s
-        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", before_commit, within_s)
+        save = _Save(self, step, f"{self.attempt}-{self._num_saves}", before_commit)
         is_blocking = snapshot and self.takes_snapshots is False
-        copies = (
-            partial(self._copies, is_for_updates=is_for_updates)
-            if snapshot and not is_blocking
-            else None
-        )
-        save.start(list(pieces), document, copies=copies)
+        staging = self._staging if snapshot and not is_blocking else None
+        save.start(list(pieces), document, staging)
         self._save = save
         if is_blocking:
             self.wait()
-
-    def before_update(self) -> None:
-        """Wait for the copies of a save that began before, because the update writes to the tensors
-        that they read.
-
-        On a GPU, work that is launched from now on waits, and the host does not.
-        """
-        self._snapshot.wait()
-        self._staging.before_update()
 
     def has_memory_for(self, pieces: Sequence[TensorPiece]) -> bool:
         """Whether this host has memory for copies of these pieces and of those of its other ranks,
         in addition to the memory that this rank has taken for copies.
         """
-        missing_bytes = max(0, _bytes_on_cpu(pieces) - self._snapshot.num_bytes)
-        missing_bytes += self._staging.missing_bytes(pieces)
+        missing_bytes = self._staging.missing_bytes(pieces)
         return (
             not missing_bytes
             or self.num_ranks * missing_bytes <= _MEMORY_SHARE * free_memory_bytes()
         )
-
-    def _copies(
-        self, pieces: Iterable[TensorPiece], *, is_for_updates: Callable[[str], bool]
-    ) -> Iterator[tuple[TensorPiece, torch.Tensor]]:
-        """Yield every piece with a copy of its tensor, those on a GPU last. The copies are complete
-        after `_all_copied` has returned.
-        """
-        pieces, on_gpu = list(pieces), []
-        self._snapshot.begin(_bytes_on_cpu(pieces))
-        for piece in pieces:
-            if piece.tensor.is_cuda:
-                on_gpu.append(piece)
-            elif is_for_updates(piece.name) and is_plain(piece.tensor):
-                yield piece, self._snapshot.copy_later(piece.tensor)
-            else:
-                yield piece, self._snapshot.copy(piece.tensor)
-        self._snapshot.copy_beside()
-        if on_gpu:
-            staged = self._staging.copy(on_gpu, is_for_updates=is_for_updates)
-            yield from zip(on_gpu, staged, strict=True)
-
-    def _all_copied(self) -> None:
-        self._snapshot.wait()
-        self._staging.wait()
 
     def poll(self) -> None:
         """Raise CheckpointError if the save in the background has failed; return at once in any
@@ -245,16 +186,20 @@ def without_snapshots(pieces: Iterable[TensorPiece]) -> str:
     )
 
 
-def _bytes_on_cpu(pieces: Iterable[TensorPiece]) -> int:
-    """Return the bytes that a snapshot of the pieces takes."""
-    return sum(aligned(piece.tensor.nbytes) for piece in pieces if not piece.tensor.is_cuda)
+def be_nice() -> None:
+    """Lower this thread's priority, so that threads that compute get busy cores. Only Linux can do
+    so for a single thread.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(
+                os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER
+            )
 
 
 class _Save:
-    """One save in flight on one rank.
-
-    within_s: seconds within which its tensors should be written; see `Pace`.
-    """
+    """One save in flight on one rank."""
 
     def __init__(
         self,
@@ -262,9 +207,8 @@ class _Save:
         step: int,
         token: str,
         before_commit: Callable[[], None],
-        within_s: float,
     ) -> None:
-        self._before_commit, self._within_s = before_commit, within_s
+        self._before_commit = before_commit
         self.rank, self.world_size, self.timeout_s = (
             writer.rank,
             writer.world_size,
@@ -281,18 +225,17 @@ class _Save:
         self.error: CheckpointError | None = CheckpointError(
             f"rank {self.rank}'s save of step {step} never ended"
         )
-        self._all_copied = writer._all_copied
+        self._staging: Staging | None = None  # holds copies of the tensors
         self._tensors: dict[str, torch.Tensor] = {}
         self._entries: dict[str, dict[str, Any]] = {}
         self._document = "{}"
         self._needed_bytes = 0
-        self._is_waited_for, self._is_of_gpu = True, False
         # Number of times that this save made progress, here or on the ranks for which it waits.
         self._num_signs = 0
         self._waits = False  # whether it waits for other ranks now
         self._touched_s = 0.0  # when rank 0 last told the others that the save makes progress
 
-        self._exiting, self._hurry = threading.Event(), threading.Event()
+        self._exiting = threading.Event()
         # A daemon, because Python joins other threads before it tells us that the process ends.
         self._thread = threading.Thread(
             target=self._run, name=f"paceline-checkpoint-step-{step}", daemon=True
@@ -306,36 +249,33 @@ class _Save:
         self,
         pieces: Sequence[TensorPiece],
         document: Mapping[str, Any] | None,
-        *,
-        copies: Callable[[Iterable[TensorPiece]], Iterable[tuple[TensorPiece, torch.Tensor]]]
-        | None,
+        staging: Staging | None,
     ) -> None:
-        """Take the snapshot and begin to write.
+        """Copy the pieces and begin to write.
 
-        copies: makes the snapshot. If it is None, the tensors themselves are written, and the run
+        staging: makes the copies. If it is None, the tensors themselves are written, and the run
         waits for the writing.
         """
         try:
             if self.rank == 0 and document is not None:
                 self._document = json.dumps(document, indent=1)
-            if copies is None:
-                for piece in pieces:
-                    self._take(piece, piece.tensor.detach())
+            self._staging = staging
+            if staging is not None:
+                tensors = staging.copy(pieces)
+            else:
+                tensors = [piece.tensor.detach() for piece in pieces]
                 for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
                     torch.cuda.synchronize(
                         device
                     )  # another thread reads what this one has computed
-            else:
-                for piece, copied in copies(pieces):
-                    self._take(piece, copied)
-                self._is_waited_for = False
+            for piece, tensor in zip(pieces, tensors, strict=True):
+                self._take(piece, tensor)
         except Exception as error:
             raise self._give_up(error) from error
         atexit.register(self._leave)
         self._thread.start()
 
     def join(self, meanwhile: Callable[[], None]) -> None:
-        self._hurry.set()
         while self.is_running:
             before = self._num_signs
             with waiting if self._waits else nullcontext():
@@ -346,7 +286,6 @@ class _Save:
         atexit.unregister(self._leave)
 
     def _take(self, piece: TensorPiece, tensor: torch.Tensor) -> None:
-        self._is_of_gpu |= piece.tensor.is_cuda
         key = piece.name
         while (
             key in self._tensors or key == "__metadata__"
@@ -359,9 +298,9 @@ class _Save:
     def _run(self) -> None:
         try:
             self._check_peers()
-            if not self._is_waited_for:
+            if self._staging is not None:
                 be_nice()
-            self._all_copied()
+                self._staging.wait()
             self._write_part()
             self._waits = True
             if self.rank == 0:
@@ -391,18 +330,7 @@ class _Save:
         ):  # checked before writing, so that no other file on the disk is cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.temp))
         path = self.temp / file_of(self.rank)
-        pace = (
-            None
-            if self._is_waited_for or self._is_of_gpu
-            else Pace(self._needed_bytes, self._within_s, self._hurry)
-        )
-
-        def wrote(num_bytes: int) -> None:
-            self._goes_on()
-            if pace is not None:
-                pace.wrote(num_bytes)
-
-        summary = write_tensors(path, self._tensors, wrote)
+        summary = write_tensors(path, self._tensors, self._goes_on)
         self._tensors.clear()
         if self._exiting.is_set():
             raise _Exiting
@@ -564,7 +492,6 @@ class _Save:
         without `wait()`.
         """
         self._exiting.set()
-        self._hurry.set()
         self._thread.join(EXIT_WAIT_S)
 
 

@@ -185,10 +185,6 @@ class ServerState:
         """Servers have no state but the optimizer's."""
         return ()
 
-    def is_for_updates(self, name: str) -> bool:
-        """Slices are updated whenever their gradients come, and nobody is told before."""
-        return False
-
     @property
     def takes_slices(self) -> bool:
         """Whether slices may be updated one by one, each when its gradient is there. Not if a worker in this process

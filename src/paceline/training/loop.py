@@ -97,7 +97,6 @@ class Loop:
         self.observe = partial(run.tell, "gradients") if observes else None
         drift.check_replicas(drift.replicated(stepper), mesh=mesh, step=0)
         run.tell_layout()
-        stepper.before_update = partial(run.tell, "before_update")
 
     def train(self) -> dict[str, Any]:
         """See `train_rank`."""
@@ -249,7 +248,6 @@ class Loop:
             self._stop()  # a request may reach this rank later than the others that told it
         if run.step == 0:
             raise run.without_steps()
-        run.tell("before_update")
         stepper.layout.module.zero_grad()  # their memory is free for evaluating, saving, exporting
         settled = stepper.settle(run.step)
         if settled is not None:

@@ -97,8 +97,6 @@ class Prepared:
     layout: Layout
     synchronisers: list[Synchroniser]
     attributes: ChangingAttributes  # the model's Python attributes, as the job's function made them
-    # Whether a forward might write to a parameter. This is not checked on CPUs.
-    forwards_may_write: bool
 
 
 def prepare_job(
@@ -154,7 +152,6 @@ def prepare_job(
             cast=_cast_parameters(job, device),
             cast_dtype=getattr(torch, AUTOCAST[job.precision]),
         )
-    forwards_may_write = device.type == "cpu" or bool(limited_by_norm(model)) or may_write(model)
     running, attributes = (
         mapped.running if mapped is not None else nullcontext,
         ChangingAttributes(model),
@@ -192,7 +189,7 @@ def prepare_job(
                 [*(p for p in layout.module.parameters() if p not in elsewhere), *model.buffers()]
             )
     attributes.disregard_new()
-    return Prepared(model, layout, synchronisers, attributes, forwards_may_write)
+    return Prepared(model, layout, synchronisers, attributes)
 
 
 def _state_factor(job: Job, model: torch.nn.Module) -> float:

@@ -66,16 +66,12 @@ class RankState:
         own_parts: Tensors held in parts of which the optimizer updates this rank's part.
         needs_closure: Whether the optimizer evaluates the loss itself.
         sparsely_trained: Parameters of this rank that get sparse gradients.
-        forwards_may_write: Whether a forward might write to a parameter. This is not checked on
-            CPUs.
         logs_nothing: Why steps have no figures beside the loss; "" if they may have.
         logged_names: The names of figures that steps logged, alike on all ranks.
         freezing: Which parameters are frozen in which steps.
         scaling: The scaling of losses; None except in fp16.
         loss_number: This rank's number among those that compute a loss; keys random streams.
-        named_update: Takes the step of an optimizer; see `update_named`.
-        before_update: Called before tensors are written to that only updates change; in each step,
-            and sometimes more than once.
+        named_update: Takes the step of one of several optimizers; see `step_optimizer`.
     """
 
     def __init__(
@@ -94,8 +90,7 @@ class RankState:
         """
         self.job, self.mesh, self.device = job, mesh, device
         self.loss_number = mesh.loss_number
-        self.named_update: Callable[..., None] = self.update_named
-        self.before_update: Callable[[], None] = lambda: None
+        self.named_update: Callable[..., None] = self.step_optimizer
         self.replica = mesh.replica
         self.part = DataShard(shares or (1,) * plan.replicas, mesh.replica, plan.num_microbatches)
         prepared, self.parts = prepare_models(
@@ -106,7 +101,7 @@ class RankState:
             prepared.layout,
             prepared.synchronisers,
         )
-        self.attributes, self.forwards_may_write = prepared.attributes, prepared.forwards_may_write
+        self.attributes = prepared.attributes
         self.step_sync = step_sync_of(self.synchronisers, mesh)
         self.logged_names: tuple[str, ...] = ()
         self.logs_nothing = (
@@ -210,14 +205,6 @@ class RankState:
         load_models(self.job, self.model, held, self.layout.extents)
         for synchroniser in self.synchronisers:
             synchroniser.restore(NOTHING_SAVED)
-
-    def is_for_updates(self, name: str) -> bool:
-        """Whether nothing but an update writes to a tensor of a checkpoint: no forward, and no
-        strategy of the plan.
-        """
-        return name.startswith("optimizer/") or (
-            name.startswith("parameters/") and not self.forwards_may_write
-        )
 
     def digest(self, batches: Sequence[MicroBatch]) -> float:
         """Return the digest of the samples that this rank reports. One rank of a replica reports
@@ -346,22 +333,11 @@ class RankState:
 
         Collective if ranks hold parts of tensors that it sees whole.
         """
-        self.before_update()
         with self._updating():
             set_mode(self.optimizer, is_training=trains)
         self.trains = trains
         if self.merges_edits:
             self.edits.updated()
-
-    def update_named(
-        self,
-        name: str,
-        parameters: Mapping[str, torch.nn.Parameter],
-        norm: torch.Tensor | None = None,
-    ) -> None:
-        """Take the step of one of several optimizers; see `step_optimizer`."""
-        self.before_update()
-        self.step_optimizer(name, parameters, norm)
 
     def step_optimizer(
         self,

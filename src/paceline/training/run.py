@@ -45,7 +45,7 @@ class RunPart:
     the same parts in the same order. The constructor, `restored`, `settled`, `saving`, `finished` and `summary` come
     after the same step on all ranks, and may enter collectives of all. Replicas that take steps of their own
     (`local=H`) may be in different steps otherwise: there `before_step` and `gradients` may enter those
-    of the ranks of one replica, and `stepped`, `before_update`, `document` and `figures` none.
+    of the ranks of one replica, and `stepped`, `document` and `figures` none.
     """
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
@@ -60,9 +60,6 @@ class RunPart:
         A step that is skipped has none. A step of the job's own was taken before, and each gradient is the sum over
         its updates.
         """
-
-    def before_update(self) -> None:
-        """What follows writes to the weights and the optimizer's state."""
 
     def stepped(self, taken: StepTaken) -> None:
         """This rank has taken a step, which the run counts now. Ranks may be in different steps: nothing here is

@@ -94,10 +94,6 @@ class StateOwner(Protocol):
     def kept(self) -> Iterable[StateTensor]:
         """Yield the state of the plan's strategies."""
 
-    def is_for_updates(self, name: str) -> bool:
-        """Whether nothing but an update of the optimizer writes to the tensor of this name, and the run tells parts
-        before each."""
-
 
 def pieces(stepper: StateOwner, *, host_ranks: int | None = None) -> Iterator[TensorPiece]:
     """Yield the pieces that this rank writes.

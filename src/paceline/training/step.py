@@ -189,7 +189,6 @@ class TrainingStep:
         if overflow is not None:
             message[OVERFLOWS] = overflow
         message = torch.cat([state.step_sync.all_reduce_figures(message), squares.reshape(1)])
-        state.before_update()
         self._tell_launched()
         *values, square = message.tolist()
         backward.is_read, figures = True, StepFigures.read(values)

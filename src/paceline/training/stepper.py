@@ -178,7 +178,6 @@ class Stepper(RankState):
         """Move followers after a step, numbered from 0."""
         if not self.job.followers:
             return
-        self.before_update()
         follow(
             self.job.followers, self.local_parameters, dict(self.model.named_buffers()), step + 1
         )

@@ -30,7 +30,6 @@ from paceline.base.errors import PacelineError
 from paceline.base.fork import die_with, in_a_fork
 from paceline.base.imports import load_modules
 from paceline.checkpoint import write_json
-from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.write import Writer
 from paceline.cluster import accelerators, cluster
 from paceline.launch.process import rank_process
@@ -81,7 +80,6 @@ def _measure(device: Any) -> None:
                 steps=[],
                 backwards=[],
                 copies=[],
-                updates_beside_copies=0,
                 built_bytes=stats["requested_bytes.all.current"],
                 devices=sorted(
                     {
@@ -132,20 +130,6 @@ def _measure(device: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Copier.copy = copied  # type: ignore[method-assign]
-    make, update, stagings = Staging.__init__, Stepper.update, list[Staging]()
-
-    def made(staging: Staging, *args: Any, **options: Any) -> None:
-        make(staging, *args, **options)
-        stagings.append(staging)
-
-    def updated(stepper: Stepper, *args: Any, **options: Any) -> None:
-        if "steps" in _measured:
-            _measured["updates_beside_copies"] += sum(
-                staging._holds_up_update for staging in stagings
-            )
-        update(stepper, *args, **options)
-
-    Staging.__init__, Stepper.update = made, updated  # type: ignore[method-assign]
     Stepper.__init__, Stepper.step = built, stepped  # type: ignore[method-assign]
     for kind in (TrainingStep, Stepper):  # workers of servers take no step of their own
         kind.backward = noting(kind.backward)  # type: ignore[method-assign]

@@ -277,7 +277,6 @@ def prepare_models(
             *prepare(layouts.module, active=ActivePlan(plan), mesh=mesh, models="all"),
         ],
         ChangingAttributes(models),
-        any(prepared.forwards_may_write for prepared in each.values()),
     )
     return together, parts
 

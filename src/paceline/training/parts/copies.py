@@ -29,11 +29,6 @@ class Copies(RunPart):
         if self.copier is not None:
             self.copier.begin(self.run.step, is_copied=self.run.is_copied)
 
-    def before_update(self) -> None:
-        """What follows may write to what is copied from a GPU."""
-        if self.copier is not None:
-            self.copier.before_update()
-
     def settled(self) -> None:
         """Copy the state, if it is time. Collective now and then."""
         run, copier = self.run, self.copier
@@ -79,13 +74,7 @@ class Copies(RunPart):
         if not copier.set_pace(pieces, run.log.speed.latest_s, greatest=run.greatest):
             self._end()
             return
-        copier.copy(
-            run.step,
-            pieces,
-            self._document(),
-            is_for_updates=run.stepper.is_for_updates,
-            began_s=began_s,
-        )
+        copier.copy(run.step, pieces, self._document(), began_s=began_s)
         if (
             copier.num_copies == 2  # all ranks have the one before
             and context.host_copies is not None

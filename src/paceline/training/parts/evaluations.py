@@ -123,7 +123,6 @@ class RanksEvaluator:
     def evaluate(self) -> tuple[dict[str, float], JobError | None]:
         run, job, stepper = self.run, self.run.job, self.run.stepper
         run.set_mode(trains=False)
-        run.tell("before_update")  # replicas may have shared weights put in place of their own
         stepper.step_sync.drain()
         evaluator = self._evaluator
         sample_share = evaluated_part(job.validation, batch=job.batch, part=evaluator.part)

@@ -124,28 +124,20 @@ class Copier:
         pieces: Iterable[TensorPiece],
         document: Mapping[str, Any] | None,
         *,
-        is_for_updates: Callable[[str], bool] = lambda name: False,
         began_s: float | None = None,
     ) -> None:
         """Copy the pieces that this rank owns, and on rank 0 the document. Only a digest is kept of fingerprints.
 
-        From a GPU they are copied while this goes on: see `before_update`. The copy is there once another thread has
-        put it into its place.
+        The host does not wait for copies from a GPU, which are there once another thread has put them into their place.
 
-        Args:
-            is_for_updates: Whether nothing but an update of the optimizer writes to the tensor of this name.
-            began_s: When the run began to spend time on it, by `time.perf_counter`.
+        began_s: When the run began to spend time on it, by `time.perf_counter`.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         self.wait()
         pieces, text = list(pieces), json.dumps(document)
-        if on_gpu := [piece for piece in pieces if piece.tensor.is_cuda]:
+        if any(piece.tensor.is_cuda for piece in pieces):
             is_first = self.num_copies == 0
-            staged = iter(self._staging.copy(on_gpu, is_for_updates=is_for_updates))
-            copied = [
-                (piece, next(staged) if piece.tensor.is_cuda else piece.tensor.clone())
-                for piece in pieces
-            ]
+            copied = list(zip(pieces, self._staging.copy(pieces), strict=True))
             self._thread = threading.Thread(
                 target=self._write_staged,
                 args=(step, copied, text, None if is_first else began_s),
@@ -158,11 +150,6 @@ class Copier:
             self._latest_s.append(time.perf_counter() - began_s)
         self.next_step, self.num_copies = step + self.every, self.num_copies + 1
         self.blocked_s += time.perf_counter() - began_s
-
-    def before_update(self) -> None:
-        """What is launched on a GPU from now on may write to tensors that only updates write to: let it wait for the
-        copies of them. The host does not wait."""
-        self._staging.before_update()
 
     def wait(self) -> None:
         """Return when the last copy is in its place, if this host has memory for it."""
@@ -263,7 +250,7 @@ class Copier:
             return False
         num_bytes = sum(piece.tensor.nbytes for piece in pieces)
         num_bytes *= SLOTS + (SLOTS + 1 if self.neighbour is not None else 0)
-        num_bytes += self._staging.missing_bytes(pieces)
+        num_bytes += self._staging.missing_bytes(p for p in pieces if p.tensor.is_cuda)
         made_bytes = self.copies.num_bytes(self.context.slot)
         return self.num_ranks * num_bytes <= MEMORY_SHARE * (
             free_memory_bytes() + self.num_ranks * made_bytes

@@ -30,7 +30,6 @@ class Saves(RunPart):
         # Saves of checkpoints that the run could not go on from.
         self.passed_over: frozenset[str] = frozenset()
         self._num_exports = 0
-        self._prepares = False
         if run.run_dir is not None:
             self.writer = Writer(
                 run.run_dir,
@@ -54,25 +53,13 @@ class Saves(RunPart):
         if self.run.log.metrics is not None and self.run.settings.resume:
             self.passed_over = later_saves(self.run.log.metrics.parent, after=self.run.step)
 
-    def before_update(self) -> None:
-        if self.writer is not None:
-            began_s = time.monotonic()
-            self.writer.before_update()
-            self.run.log.blocked_s += time.monotonic() - began_s
-
     def counted(self) -> None:
         run = self.run
         self.check()
         if run.settings.save_every and run.step % run.settings.save_every == 0:
             run.due.add("save")
-        self._prepares |= bool(run.settings.save_every) and run.log.speed.steps == 1
 
     def settled(self) -> None:
-        if self._prepares and self.writer is not None and "save" not in self.run.due:
-            self._decide(self.writer)
-            if self.writer.takes_snapshots:
-                self.writer.prepare(state.pieces(self.run.stepper))
-        self._prepares = False
         if "evaluate" not in self.run.due and self.run.takes("save"):  # evaluations come first
             self.save()
 
@@ -117,7 +104,7 @@ class Saves(RunPart):
         document = run.document() | {"compared": run.stepper.mesh.num_copies}
         if answer:
             document["callbacks"] = answer.get("callbacks")  # rank 0's document counts
-        if not last and self.writer.takes_snapshots is None:  # a callback asked, or a signal
+        if not last and self.writer.takes_snapshots is None:
             self._decide(self.writer)
         self.saved_step = run.step
         self.writer.save(
@@ -125,7 +112,6 @@ class Saves(RunPart):
             state.pieces(run.stepper),
             document,
             snapshot=not last,
-            is_for_updates=run.stepper.is_for_updates,
             before_commit=run.log.journal.sync,
         )
         if last:
