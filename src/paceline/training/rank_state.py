@@ -336,8 +336,6 @@ class RankState:
         with self._updating():
             set_mode(self.optimizer, is_training=trains)
         self.trains = trains
-        if self.merges_edits:
-            self.edits.updated()
 
     def step_optimizer(
         self,
@@ -361,8 +359,6 @@ class RankState:
             norm = squared_norm(greatest, parameters, owned, self.mesh, self.device).sqrt()
         clip(greatest, parameters, norm)
         self.update(optimizer)
-        if self.merges_edits:
-            self.edits.updated()
         step_schedule(schedule)
 
     @property

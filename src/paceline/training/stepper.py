@@ -113,11 +113,8 @@ class Stepper(RankState):
             spike=taken.spike,
             metrics=self.metrics,
         )
-        if isinstance(taken, OwnStep):
-            if not self.step_sync.has_own_steps and not taken.spike:
-                self._follow(step)
-            if self.merges_edits:
-                self.edits.updated()
+        if isinstance(taken, OwnStep) and not self.step_sync.has_own_steps and not taken.spike:
+            self._follow(step)
         return result
 
     def _take_usual(self, step: TrainingStep, observe: Callable[[], None] | None) -> None:
@@ -150,8 +147,6 @@ class Stepper(RankState):
             step.norm = norm
         elif not step.is_skipped:
             self.step_optimizer("", self.parameters, step.norm_on_device)
-        elif self.merges_edits:
-            self.edits.updated()
 
     def _take_own(self, step: OwnStep, observe: Callable[[], None] | None) -> None:
         """Take the step that the job brings."""
@@ -207,7 +202,6 @@ class Stepper(RankState):
         changed, edited, unknown = map(bool, changes.tolist())
         if edited:
             self.edits.merge(group, has_unknown=unknown, step=step)
-        self.edits.updated()
         self.buffers.meet(sample_share, group, has_unsynced=changed)
 
     def settle(self, step: int) -> StepResult | None:

@@ -141,8 +141,6 @@ def update_with_closure(
         if len(state.mesh.replicas) > 1:
             group, changed = state.mesh.group("replicas"), bool(step.figures.changed)
             state.buffers.meet(step.sample_share, group, has_unsynced=changed)
-        if state.merges_edits:
-            state.edits.updated()  # so that the optimizer's writes don't count as a forward's
         state.before_forwards()
         losses.append(evaluate(is_again=True))
         step.beat("optimizer")
@@ -158,8 +156,6 @@ def update_with_closure(
         state.optimizer.step(Closure(first_loss, evaluate_again, state.parameters.values()))
     if not all(map(math.isfinite, losses)):
         _refuse_weights_that_are_not_finite(state, losses, step.number)
-    if state.merges_edits:
-        state.edits.updated()
     step_schedule(state.schedule)
 
 

@@ -203,8 +203,6 @@ class OwnStep(TrainingStep):
         for part in state.parts.values():
             if any(name.startswith(part.prefix) for name in names):
                 end_evaluation(part.synchronisers)
-        if state.merges_edits:
-            state.edits.updated()
         self.reached.difference_update(names)
 
     def _overflow(self, parameters: dict[str, torch.nn.Parameter]) -> bool:

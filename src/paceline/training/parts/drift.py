@@ -104,20 +104,18 @@ class ReplicaComparison:
                 named |= along
         self._prints = {name: fingerprint(tensor) for name, tensor in named.items()}
 
-    def finish(self, *, edited: Collection[str] = (), outside: Collection[str] = ()) -> None:
+    def finish(self, *, edited: Collection[str] = ()) -> None:
         """Compare. Collective along the axes of copies.
 
-        Args:
-            edited: Names of parameters that forwards were seen to change.
-            outside: Names of those that something else than forward and update was seen to change on this rank.
+        edited: names of parameters that forwards were seen to change.
 
         Raises:
             DriftError: on every rank of the group, naming the first tensor, the ranks that are in the minority, and
-                what was seen to change it.
+                what may have changed it.
         """
         for axis, names in self._names.items():
             row = {name: self._prints[name] for name in names}
-            _check_along(axis, row, mesh=self.mesh, step=self.step, edited=edited, outside=outside)
+            _check_along(axis, row, mesh=self.mesh, step=self.step, edited=edited)
 
     def weights(self) -> str:
         """Return one fingerprint of the weights and buffers of all ranks, in 16 hexadecimal digits.
@@ -157,7 +155,7 @@ class Comparisons(RunPart):
         stepper.step_sync.drain()
         more = partial(state.alike_along, stepper)
         comparison = ReplicaComparison(replicated(stepper), mesh=run.mesh, step=run.step, more=more)
-        comparison.finish(edited=stepper.edits.names, outside=stepper.edits.outside)
+        comparison.finish(edited=stepper.edits.names)
         if run.run_dir is not None:
             run.log.journal.note_weights(run.step, comparison.weights())
 
@@ -188,7 +186,6 @@ def _check_along(
     mesh: Mesh,
     step: int,
     edited: Collection[str],
-    outside: Collection[str],
 ) -> None:
     """named: fingerprints of this rank."""
     group, ranks = mesh.group(axis), mesh.ranks_along(axis)
@@ -203,13 +200,10 @@ def _check_along(
     index = int((least != most).nonzero()[0])
     values = [int(row[index]) for row in rows]
     name, when = list(named)[index], f"after step {step}" if step else "before the first step"
-    flags = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
-    dist.all_gather(flags, torch.tensor([int(name in outside)]), group=group)
-    writers = [rank for rank, flag in zip(ranks, flags, strict=True) if int(flag)]
     raise DriftError(
         f"replicas differ {when}: '{name}' {who_differs(ranks, values)} "
         f"({int((least != most).sum())} of {len(row)} tensors differ)",
-        hint=_cause(name, step, is_edited=name in edited, writers=writers),
+        hint=_cause(name, step, is_edited=name in edited),
     )
 
 
@@ -231,7 +225,7 @@ def who_differs(ranks: Sequence[int | str], values: Sequence[Any]) -> str:
     )
 
 
-def _cause(name: str, step: int, *, is_edited: bool, writers: Sequence[int]) -> str:
+def _cause(name: str, step: int, *, is_edited: bool) -> str:
     """What was seen of it, and what it is likely to come from."""
     if not step:
         return _UNLIKE
@@ -240,13 +234,7 @@ def _cause(name: str, step: int, *, is_edited: bool, writers: Sequence[int]) -> 
             f"a forward changes '{name}' in place: if what it becomes depends on the samples, let it be a buffer, "
             "which becomes the mean of all replicas"
         )
-    if writers:
-        return (
-            f"'{name}' was written to between an update and the next forward on rank "
-            f"{', '.join(map(str, writers))}: by the data set, a hook, or another thread"
-        )
     return (
-        "replicas were equal when the run began, and nothing but updates was seen to change this tensor: an "
-        "optimizer that draws random numbers or asks for the time, a hook on gradients that differs by rank, a "
-        "write through .data, or faulty memory"
+        "replicas were equal when the run began: look for an optimizer that draws random numbers or asks for the "
+        "time, a hook that differs by rank, a data set or a thread that writes to weights, and faulty memory"
     )

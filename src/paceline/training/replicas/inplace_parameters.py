@@ -50,15 +50,8 @@ class Edits:
         self._versions: list[tuple[int, int]] = []
         self._changed: list[str] = []
         self._is_first = True
-        self._updated: list[tuple[int, int]] = []
         # Parameters that a forward has changed in some step, on any replica.
         self.names: list[str] = []
-        # Parameters to which something other than a forward or an update has written on this rank.
-        self.outside: set[str] = set()
-
-    def updated(self) -> None:
-        """Note that an update is done."""
-        self._updated = self._versions_now()
 
     def begin(self) -> None:
         """Record the parameters before the forwards of a step."""
@@ -69,9 +62,6 @@ class Edits:
             if name in self._parameters
         }
         self._versions = self._versions_now()
-        if self._updated:
-            versions = zip(self._parameters, self._updated, self._versions, strict=True)
-            self.outside |= {name for name, before, now in versions if before != now}
 
     def end(self) -> tuple[bool, bool]:
         """Find the edits after the forwards of a step.
