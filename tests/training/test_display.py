@@ -54,12 +54,13 @@ def test_progress_of_a_stream():
 def work(context: Any) -> bool:
     """What rank 0 of a run shows. Returns whether it was live."""
     shown = Display(shown=context.rank == 0)
-    live = shown.live is not None
+    assert shown.live is None, "a run that is refused before its first step would not close it"
     shown.say("said")
     for _ in range(3):
         shown.last_s -= 60
         if shown.due():
             shown.update(PROGRESS)
+    live = shown.live is not None
     print("printed")
     logger.warning("warned")
     shown.close()

@@ -62,18 +62,18 @@ class Display:
 
     def __init__(self, *, shown: bool) -> None:
         self.shown = shown
-        self.live: Any = None
+        self.output: Any = sys.stderr
+        self.is_live = shown and isinstance(self.output, Tee) and self.output.isatty()
+        self.live: Any = None  # the line, once there is something to show
         self.last_s = -math.inf
         self.pause_s = FIRST_PLAIN_S / 2
-        if shown and isinstance(sys.stderr, Tee) and sys.stderr.isatty():
-            self._go_live(sys.stderr)
 
-    def _go_live(self, output: Tee) -> None:
+    def _go_live(self) -> None:
         from rich.console import Console
         from rich.file_proxy import FileProxy
         from rich.live import Live
 
-        self.output, self.terminal = output, output.terminal
+        self.terminal = self.output.terminal
         console = Console(file=self.terminal)
         self.live = Live(
             "",
@@ -84,14 +84,14 @@ class Display:
             redirect_stderr=False,
         )
         self.live.start()
-        output.terminal = FileProxy(
+        self.output.terminal = FileProxy(
             console, self.terminal
         )  # other output is printed above the line
 
     @property
     def is_plain(self) -> bool:
         """Whether lines are shown, but no live line."""
-        return self.shown and self.live is None
+        return self.shown and not self.is_live
 
     def say(self, text: str) -> None:
         """Show a line that stays."""
@@ -101,15 +101,17 @@ class Display:
     def due(self) -> bool:
         """Whether `update` would show something now. The plain form shows nothing most of the time."""
         now_s = time.monotonic()
-        if not self.shown or now_s - self.last_s < (LIVE_EVERY_S if self.live else self.pause_s):
+        if not self.shown or now_s - self.last_s < (LIVE_EVERY_S if self.is_live else self.pause_s):
             return False
         self.last_s, self.pause_s = now_s, min(2 * self.pause_s, PLAIN_EVERY_S)
         return True
 
     def update(self, progress: Progress) -> None:
-        if self.live:
+        if self.is_live:
             from rich.text import Text
 
+            if self.live is None:
+                self._go_live()
             self.live.update(Text(str(progress), no_wrap=True, overflow="ellipsis"))
         else:
             logger.info(str(progress))
