@@ -1,5 +1,6 @@
 """Steps whose loss is far above those before: recognised, left out, and alike on all ranks."""
 
+import errno
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from paceline.base.errors import JobError, PlanRefused, UsageError
 from paceline.checkpoint.dtypes import load_tensors
 from paceline.job.order import Order
 from paceline.launch.process.failure import RankFailed
+from paceline.training.parts import spike_steps
 from paceline.training.parts.spikes import LATEST_STEPS, MOST_IN_A_ROW, SIGMAS, Spike, Spikes
 
 BATCH, STEPS, BAD_STEP, EVERY = (
@@ -311,6 +313,18 @@ def test_a_stopped_run_names_the_module_and_keeps_the_samples(tmp_path, plan):
     assert f"not a number (NaN) in step {BAD_STEP}" in str(caught.value)
     assert "the first module that returns such numbers is 'score'" in str(caught.value)
     assert any(bad in samples for document in kept_of(tmp_path) for samples in document["samples"])
+
+
+def test_a_full_disk_hides_no_spike(tmp_path, monkeypatch):
+    """The samples can't be kept then, and the message still says what ended the run."""
+
+    def refuse(*args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(spike_steps, "keep", refuse)
+    job, _ = make(value=math.nan)
+    with pytest.raises(RankFailed, match=rf"not a number \(NaN\) in step {BAD_STEP}"):
+        pl.train(job, "single", run=tmp_path, check=False, table=False)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from paceline.checkpoint.read import Checkpoint
@@ -34,7 +34,9 @@ class SpikeSteps(RunPart):
             run = self.run
             module = first_bad_module(run.stepper, fed.window, fed.placed, step=run.step)
             why = str(spike.args[0])
-            path = self._keep(fed, run.step + 1, why, module)
+            path = None
+            with suppress(OSError):  # on a full disk, too, the spike is what ended the run
+                path = self._keep(fed, run.step + 1, why, module)
             evidence = [
                 *([f"the first module that returns such numbers is '{module}'"] if module else []),
                 *([f"its samples are in {path}"] if path else []),
