@@ -318,14 +318,11 @@ def test_another_precision_is_advised():
 
 @pytest.mark.slow
 def test_failures_are_reckoned_with(answer: Answer):
-    """An interval between checkpoints and what lasts of the time, by formula and played."""
+    """An interval between checkpoints and what lasts of the time."""
     with_failures = paceline.plan(_job(), "2xH100", mtbf_hours=1000.0)
     failures = with_failures.to_dict()["failures"]
     assert failures["mtbf_s"] == pytest.approx(1000 * 3600 / 2)
-    assert (
-        failures["goodput"] == pytest.approx(failures["simulated_goodput"], rel=0.01)
-        and 0.99 < failures["goodput"] < 1
-    )
+    assert 0.99 < failures["goodput"] < 1
     assert "with a failure every 20.8 days: a checkpoint every" in with_failures.describe().replace(
         "\n    ", " "
     )

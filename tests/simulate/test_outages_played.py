@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from played_failures import simulated_goodput
 
-from paceline.simulate.failures import Failures, goodput, simulated_goodput
+from paceline.simulate.failures import Failures, goodput
 from paceline.simulate.outages import Outages, spares_for
 
 HOUR_S = 3600.0

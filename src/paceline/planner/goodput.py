@@ -20,7 +20,7 @@ from paceline.planner.survival import (
     SurvivalName,
     in_hours,
 )
-from paceline.simulate.failures import RESTART_S, young_interval_s
+from paceline.simulate.failures import RESTART_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,7 @@ class Goodput:
             "checkpoint_write_s": failures.write_s,
             "restart_s": failures.restart_s,
             "checkpoint_interval_s": resumed.interval_s,
-            "young_interval_s": young_interval_s(failures),
             "goodput": resumed.goodput,
-            "simulated_goodput": resumed.simulated_goodput,
             "survival": {survival.name: survival.to_dict() for survival in self.survivals},
             "survival_refused": dict(self.refused),
         }

@@ -19,7 +19,6 @@ from paceline.simulate.failures import (
     Failures,
     daly_interval_s,
     goodput,
-    simulated_goodput,
 )
 from paceline.simulate.outages import Outages
 from paceline.strategies.plan import Plan
@@ -28,7 +27,6 @@ SurvivalName = Literal["copies", "checkpoint", "fewer", "spare", "resume"]
 REPAIR_HOURS = 1.0  # default time until a host that failed is back; a guess
 # rate of one core, to memory that it has used before; measured on two cores
 COPIED_BYTES_PER_S = 6.5e9
-_NUM_PLAYED = 5000  # failures in a simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +149,7 @@ class Survival:
     # seconds of work between copies or checkpoints, or of a step if ranks leave their state in
     # memory
     interval_s: float
-    # the useful part of the time of all devices that the run has, by formula
-    goodput: float
-    simulated_goodput: float  # the same from a simulation
+    goodput: float  # the useful part of the time of all devices that the run has
     # options of the command, and what else is specific to this way, for `--json`
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -176,12 +172,7 @@ class Survival:
                 wait.
         """
         lasting = goodput(failures, interval_s, outages)
-        played = (
-            simulated_goodput(failures, interval_s, outages, num_failures=_NUM_PLAYED)
-            if lasting > 0.01
-            else 0.0
-        )
-        return cls(name, words, failures, interval_s, used * lasting, used * played, options or {})
+        return cls(name, words, failures, interval_s, used * lasting, options or {})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the way for `--json`."""
@@ -191,14 +182,12 @@ class Survival:
             "write_s": self.failures.write_s,
             "interval_s": self.interval_s,
             "goodput": self.goodput,
-            "simulated_goodput": self.simulated_goodput,
             **self.options,
         }
 
     def describe(self) -> str:
         return (
-            f"{self.words}: {100 * self.goodput:.1f} % is progress "
-            f"({100 * self.simulated_goodput:.1f} % as played), going back to at most "
+            f"{self.words}: {100 * self.goodput:.1f} % is progress, going back to at most "
             f"{in_hours(self.interval_s)} of work, {self.failures.restart_s:.3g} s after the failure"
         )
 
