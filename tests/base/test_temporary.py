@@ -114,5 +114,5 @@ def test_nothing_is_opened_that_waits_or_is_of_another_user(
         "paceline-link",
         "paceline-theirs",
     }
-    os.mkfifo(temporary / "paceline-verbs-mine")
-    HeartbeatTable.of_launch("mine", 2).verbs.note(0, 1, "a.run")
+    os.mkfifo(temporary / "paceline-signs-mine")
+    assert not HeartbeatTable.of_launch("mine", 2).is_shared

@@ -531,7 +531,6 @@ def test_what_a_rank_gathers_and_runs_alike() -> None:
     verbs.taken = OwnStep.__new__(OwnStep)
     verbs.state = verbs.taken.state = SimpleNamespace(  # type: ignore[assignment]
         device="cpu",
-        note_verb=None,
         parts={"net": None},
         step_sync=SimpleNamespace(has_own_steps=False, world_size=1),
     )

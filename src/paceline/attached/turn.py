@@ -109,7 +109,7 @@ class Turn:
         parts = [taken.part(name) for name in trains]
         if not is_function:
             self._refuse_tensor(trains)
-        taken.note_backward("run.backward")
+        taken.check_backward("run.backward")
         taken.agree_on_pending()
         self._tell_loss()
         taken.go_on()
@@ -191,7 +191,6 @@ class Turn:
                 "waits for all ranks",
                 hint="compute the loss in the loop, and give run.backward(loss) the tensor",
             )
-        self.taken.note("run.gather")
         return map_tensors(partial(self._gathered, sums), value)
 
     def _gathered(self, sums: SumsOfRows, rows: torch.Tensor) -> torch.Tensor:
@@ -324,7 +323,6 @@ class Turn:
                 "step, give the loader the whole batch, and the plan microbatches=M. "
                 "A loss that goes through a model which it doesn't train: run.backward(loss, 'generator')",
             )
-        self.taken.note("the next batch")
         if state.merges_edits and self.taken.figures is not None and self._has_buffers:
             # The script may have written to a buffer after the update, in which ranks agreed.
             self.taken.go_on()

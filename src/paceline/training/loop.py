@@ -66,7 +66,6 @@ class Loop:
         stepper = Stepper(
             job, plan, mesh, context.device, devices=settings.devices, shares=settings.shares
         )
-        stepper.note_verb = context.note_verb
         self.run = run = TrainingRun(context, job, plan, settings, stepper, log)
         self.heap, self.core_wait = HeapTrimmer(context.device.type), CoreWait()
         self.is_left = False  # the run was asked to stop, and is left as it is

@@ -157,9 +157,6 @@ class RankState:
             {name: p for name, p in self.local_parameters.items() if not is_sharded(p)}
         )
         self.has_begun = False
-        self.note_verb: Callable[[int, str], None] | None = (
-            None  # reports each verb of a job's own step
-        )
         # Parameters to which the first step wrote before its update, because hooks may update.
         self.written: set[str] = set()
         self._trained_by: dict[

@@ -217,7 +217,12 @@ class TrainingStep:
                 of the job's own step.
         """
         if figures.ends not in (0.0, self.state.step_sync.world_size):
-            raise RanksDisagree("ranks are in different places of the step", heard=True)
+            raise RanksDisagree(
+                f"rank {self.state.mesh.rank} is in another place of the step than others",
+                hint="all ranks must take the same path: a condition on samples holds on some ranks alone; give "
+                "each sample a weight in the loss in its place",
+                heard=True,
+            )
         if figures.ends:
             self.logged.take(figures)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,21 @@ def test_a_sign_in_words():
     """Before the first step there is no number to tell."""
     assert str(Heartbeat(12, "reduce", 0.0)) == "step 12 (reduce)"
     assert str(Heartbeat(0, "build", 0.0)) == "start (build)"
+
+
+def test_ranks_that_somebody_else_started_share_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each opens it; none is left behind, and what they opened goes on."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tables = [HeartbeatTable.of_launch("abc", 3) for _ in range(2)]
+    for rank, table in enumerate(tables):
+        table.write(rank, 3, "reduce")
+    for table in tables:
+        table.remove()
+
+    assert [str(tables[0].read(rank)) for rank in range(3)] == [
+        *["step 3 (reduce)"] * 2,
+        "start (start)",
+    ]
+    assert not [*tmp_path.iterdir()]

@@ -32,7 +32,7 @@ from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
 from paceline.launch.process.outside_watch import OutsideWatch, be_watched
 from paceline.launch.process.rank_process import Body, run_rank, set_up_device
-from paceline.launch.process.watchdog import explained, seen_by_all, within
+from paceline.launch.process.watchdog import seen_by_all, within
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
 _TOLD_S = 30.0  # how long a rank that does not tell waits for the one that does, which may look for what fits
@@ -267,7 +267,7 @@ class JoinedRank:
 
     def report_end(self, failure: Failure) -> None:
         """Tell of a failure that ends the process at once."""
-        self._report(failure := explained(failure, self.context))
+        self._report(failure)
         with self._telling:
             if self.hosted_rank is None and not self._is_told(failure):
                 error = self._tell(failure)
@@ -285,7 +285,7 @@ class JoinedRank:
             RankFailed: this rank failed, and the others follow from that.
         """
         if failure is not None:
-            self._report(failure := explained(failure, self.context))
+            self._report(failure)
         if self.context.watch is not None:
             self.board.set_process(self.context.slot, 0)
         self.board.remove()

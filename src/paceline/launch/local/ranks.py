@@ -27,7 +27,6 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import (
     Failure,
     cause_of,
-    different_verbs,
     ended_alone,
     ended_by,
     stopped,
@@ -421,15 +420,8 @@ class _Ranks:
             if self.interrupted and ended_by in (*signals.STOPPING, signal.SIGKILL):
                 rank.failure = stopped(number, self.interrupted[0], sign)
             else:
-                mismatch = (
-                    self.launch.board.verbs.mismatch(number, sign.step)
-                    if ended_by == signal.SIGABRT
-                    else ""
-                )
-                rank.failure = (
-                    different_verbs(number, mismatch, sign)
-                    if mismatch
-                    else ended_alone(number, code, sign, with_server=self.processes.is_server_lost)
+                rank.failure = ended_alone(
+                    number, code, sign, with_server=self.processes.is_server_lost
                 )
 
     def _listen(self, number: int, message: Message) -> None:

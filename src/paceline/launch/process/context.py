@@ -105,10 +105,6 @@ class RankContext:
                 pause_s = min(2 * pause_s, _LAST_LOOK_S)
         return bytes(store.get(key))
 
-    def note_verb(self, step: int, verb: str) -> None:
-        """A verb of a step of one's own begins; step: counted from 1."""
-        self.board.verbs.note(self.slot, step, verb)
-
     @property
     def sign(self) -> Heartbeat:
         return self.board.read(self.slot)

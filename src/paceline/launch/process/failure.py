@@ -19,7 +19,6 @@ from paceline.base.errors import (
     PacelineError,
     PeerLost,
     Preempted,
-    TrainingError,
     in_words,
     on_full_disk,
     printable,
@@ -317,7 +316,7 @@ def killed(
     because the fork server did."""
     hint = None
     if exit_code is not None and exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        name = _signal_name(-exit_code)
         how = (
             "the process that forks ranks was killed, and all ranks with it"
             if with_server
@@ -328,9 +327,26 @@ def killed(
                 "if nobody sent it, the kernel may have run out of memory (see dmesg); "
                 "--resume goes on from the last checkpoint"
             )
+        elif name == "SIGABRT":
+            hint = (
+                "gloo ends a rank so whose peers exchange another tensor: a condition on a rank's own samples "
+                "holds on some ranks alone; the last lines of its log say more"
+            )
     else:
         how = f"it ended with exit code {exit_code} and no exception"
     return _ended(PeerLost, rank, how, sign, hint)
+
+
+def _signal_name(number: int) -> str:
+    """Realtime signals have no names, but for the first and the last one.
+
+    >>> _signal_name(9), _signal_name(40)
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def ended_alone(
@@ -361,15 +377,6 @@ def _ended(
         time_s=time.time(),
         hint=hint,
     )
-
-
-def different_verbs(rank: int, mismatch: str, sign: Heartbeat) -> Failure:
-    """The report of a rank that ended because ranks were in different collectives. mismatch: in words."""
-    hint = (
-        "a condition on a rank's own samples holds on some ranks alone; give each sample a "
-        "weight in the loss, as `more`, in its place"
-    )
-    return _ended(TrainingError, rank, mismatch, sign, hint)
 
 
 def stopped(rank: int, number: int, sign: Heartbeat) -> Failure:

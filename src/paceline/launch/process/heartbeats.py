@@ -4,6 +4,7 @@ that gives none."""
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import tempfile
 import threading
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from paceline.base.temporary import open_own
 from paceline.launch.process.memory_files import memory_file
-from paceline.launch.process.verb_table import VerbTable, shared_memory
 
 PHASES = (
     "start",
@@ -65,27 +65,23 @@ class HeartbeatTable:
     One word more says whether the ranks have ended. Beside the table, each rank has a file for its stack.
     """
 
-    def __init__(self, num_ranks: int, paths: tuple[Path, Path] | None = None) -> None:
+    def __init__(self, num_ranks: int, path: Path | None = None) -> None:
         """
         Args:
-            paths: Of the files of signs and of verbs, in which only ranks that have begun have entries.
+            path: Of the file, in which only ranks that have begun have entries.
         """
-        self.num_ranks, (signs, verbs) = num_ranks, paths or (None, None)
-        size = (_WORDS * num_ranks + 1) * _WORD_BYTES
-        self._words = memoryview(shared_memory(size, signs)).cast("q")
-        self.verbs = VerbTable(num_ranks, verbs)
-        self._files, self._stacks = list(paths or ()), dict[int, int]()
-        for rank in range(num_ranks) if paths is None else ():
+        self.num_ranks = num_ranks
+        self._words = memoryview(_memory((_WORDS * num_ranks + 1) * _WORD_BYTES, path)).cast("q")
+        self._files, self._stacks = [] if path is None else [path], dict[int, int]()
+        for rank in range(num_ranks) if path is None else ():
             self.write(rank, 0, "start")
 
     @classmethod
     def of_launch(cls, attempt: str, num_ranks: int) -> HeartbeatTable:
         """The table of ranks that somebody else started on this host; each of them opens it, and `remove`s it at its
         end. attempt: names their launch. Where a file is another user's, each rank sees its own entry alone."""
-        folder = Path(tempfile.gettempdir())
-        paths = folder / f"paceline-signs-{attempt}", folder / f"paceline-verbs-{attempt}"
         try:
-            return cls(num_ranks, paths)
+            return cls(num_ranks, Path(tempfile.gettempdir()) / f"paceline-signs-{attempt}")
         except OSError:
             return cls(num_ranks)
 
@@ -168,6 +164,18 @@ class HeartbeatTable:
     def read(self, rank: int) -> Heartbeat:
         step, phase = divmod(self._words[_WORDS * rank], len(PHASES))
         return Heartbeat(step, PHASES[phase], 1e-9 * self._words[_WORDS * rank + 1])
+
+
+def _memory(size: int, path: Path | None) -> mmap.mmap:
+    """Memory of zeros that processes share: those that map the file or, without one, forks of this process."""
+    if path is None:
+        return mmap.mmap(-1, size)
+    file = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        os.ftruncate(file, size)
+        return mmap.mmap(file, size)
+    finally:
+        os.close(file)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from paceline.base.errors import RanksDisagree
 from paceline.base.logs import own_log, set_up_logging
 from paceline.base.long_work import long_work
 from paceline.cluster.cluster import threads_of_a_rank
@@ -26,7 +25,7 @@ from paceline.launch.process.fault_policy import FaultPolicy
 from paceline.launch.process.malloc import set_up_heap
 from paceline.launch.process.memory_limit import limited_to
 from paceline.launch.process.own_threads import own_threads_watched
-from paceline.launch.process.watchdog import Watchdog, explained, peer_loss
+from paceline.launch.process.watchdog import Watchdog, peer_loss
 
 Body = Callable[[RankContext], Any]
 
@@ -104,9 +103,6 @@ def run_body(
             return body(context), None
     except BaseException as error:
         failure = peer_loss(context, error)
-        # After a restart the table also has the verbs of the step's first try, so it is asked in this case alone.
-        if isinstance(error, RanksDisagree):
-            failure = explained(failure, context)
         _write_trace(error, log)
         return None, failure
 

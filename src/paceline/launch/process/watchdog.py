@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from paceline.base.errors import PacelineError, PeerLost
 from paceline.launch.hosts.liveness import silence_s
 from paceline.launch.process.context import RankContext
-from paceline.launch.process.failure import Failure, different_verbs, failure_of
+from paceline.launch.process.failure import Failure, failure_of
 from paceline.launch.process.outside_watch import OutsideWatch, RankPosition, RankPositions, listed
 
 T = TypeVar("T")
@@ -119,14 +119,6 @@ def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
     thread.start()
     thread.join(limit_s)
     return answers[0] if answers else None
-
-
-def explained(failure: Failure, context: RankContext) -> Failure:
-    """What a rank that fell with others can say of the cause, where ranks called different verbs."""
-    if context.slot != context.rank or not failure.heard:  # the table's rows are not ranks
-        return failure
-    mismatch = context.board.verbs.mismatch(context.slot, context.sign.step)
-    return different_verbs(context.rank, mismatch, context.sign) if mismatch else failure
 
 
 def peer_loss(context: RankContext, error: BaseException) -> Failure:

@@ -77,22 +77,13 @@ class OwnStep(TrainingStep):
             raise TrainingError(f"no model '{name}': {nearest(name, self.state.parts)}")
         return self.state.parts[name]
 
-    def note(self, verb: str) -> None:
-        """Report a verb before its collectives, because a mismatch may end the process inside of
-        one.
+    def check_backward(self, verb: str) -> None:
         """
-        if self.state.note_verb is not None:
-            self.state.note_verb(self.number + 1, verb)
-
-    def note_backward(self, verb: str, models: str = "") -> None:
-        """Report a backward.
-
         Raises:
-            JobError: it is not the first, and the step is watched for spikes.
+            JobError: a backward is not the first, and the step is watched for spikes.
         """
         if self.state.spikes is not None:
             refuse_backwards(self.state.spikes.action, len(self.backwards) + 1, verb)
-        self.note(f"{verb}({models})")
 
     @contextmanager
     def collecting(self, names: Collection[str]) -> Iterator[None]:
@@ -174,7 +165,6 @@ class OwnStep(TrainingStep):
             names = optimizers.names[optimizer]
         if not self.reached.intersection(names):
             raise TrainingError(f"{verb} finds no gradient of what it updates", hint=hint)
-        self.note(verb)
         return names
 
     def update(self, optimizer: str, names: Collection[str]) -> None:

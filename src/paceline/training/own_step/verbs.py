@@ -58,7 +58,6 @@ class Verbs:
         assert step is not None
         with self.draws:
             returned: Any = step(self, self.batch)
-        self.taken.note("the end of the step")
         if returned is not None:
             raise TrainingError(
                 f"the step returned {type(returned).__name__}, which nothing would record",
@@ -121,7 +120,6 @@ class Verbs:
                 "ctx.gather is called inside a loss, which sees a micro-batch",
                 hint="gather in the step, and let the loss close over what it returns",
             )
-        self.taken.note("ctx.gather")
         with self.draws.paused(), torch.no_grad():
             return map_tensors(self._gathered, input_of(value))
 
@@ -161,7 +159,6 @@ class Verbs:
                 f"ctx.run('{model}', batch, cut=False) would run other samples on each rank",
                 hint="give it ctx.gather(batch), or leave cut=False out",
             )
-        self.taken.note(f"ctx.run('{model}')")
         with self._verb():
             return (
                 self._run_without_gradients(part, inputs) if cut else self._run_alike(part, inputs)
@@ -249,7 +246,7 @@ class Verbs:
                 "ranks by itself",
                 hint="a data=N or shard=N plan",
             )
-        self.taken.note_backward("ctx.backward", ", ".join(map(repr, names)))
+        self.taken.check_backward("ctx.backward")
         if gather:
             loss, more = self._loss_of_rows(parts[0], inputs, loss, more)
         batches = self._batches(names[0], inputs, more)
@@ -263,7 +260,6 @@ class Verbs:
     def _mean(self, backward: Backward) -> torch.Tensor:
         """Return the loss of all samples. Collective if ranks still have to agree about it."""
         if self.taken.pending is backward:
-            self.taken.note("the loss of ctx.backward")
             with self.draws.paused():
                 # Loss scaling divides gradients when ranks decide, and more may be added to these.
                 self.taken.agree_on_pending(decides=self.state.scaling is None)
@@ -282,8 +278,6 @@ class Verbs:
             with self.draws.paused(), torch.no_grad(), autocast(self.state.job, self.state.device):
                 outputs = {0: part.layout.forward(batches[0])}
         here = [outputs[number] for number in numbers if number in outputs]
-        if self.state.mesh.sizes[self.state.mesh.stage_axis] > 1:
-            self.taken.note("the outputs of ctx.backward")
         return joined(self.state.shared_outputs(part, here), self.batch.rows)
 
     def _loss_of_rows(
