@@ -262,9 +262,7 @@ def test_runs_across_hosts_reach_the_same_weights(monkeypatch: pytest.MonkeyPatc
     weights = []
     for is_apart in (False, True):
         if is_apart:
-            monkeypatch.setattr(
-                shared, "_reach", lambda process, descriptor, mark, chunk_bytes: None
-            )
+            monkeypatch.setattr(shared, "mapped", lambda address: None)
         run = Run("servers=1 workers=2")
         run.work(0)
         run.work(1)

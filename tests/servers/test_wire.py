@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import mmap
 import os
 import queue
 import secrets
@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.base.sockets import listen
+from paceline.launch.collectives.memory import own_memory
 from paceline.servers import shared as servers_shared
 from paceline.servers import wire
 from paceline.servers.acceptor import open_door
@@ -179,9 +180,7 @@ def test_a_worker_pushes_and_pulls(served: Served):
 def test_without_shared_memory_elements_travel_in_frames(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        servers_shared, "_reach", lambda process, descriptor, mark, chunk_bytes: None
-    )
+    monkeypatch.setattr(servers_shared, "mapped", lambda address: None)
     link = ServerConnection(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
     assert link.shared is None
     link.close()
@@ -190,28 +189,41 @@ def test_without_shared_memory_elements_travel_in_frames(
 
 
 def test_memory_is_shared_with_whoever_offers_it_alone(served: Served):
-    """Of another process, cut short, or of another size: declined."""
-    sizes = [chunk.num_bytes for chunk in SHARD.chunks]
+    """Of another process, or cut short: declined."""
     connection = served.reach()
-    assert servers_shared.offer(connection, sizes[:-1]) is None
-    assert servers_shared.offer(connection, sizes) is not None
-    mark, descriptor = secrets.token_bytes(32), os.memfd_create("unsealed")
-    os.write(descriptor, mark + bytes(servers_shared._size(sizes) - 32))
+    assert servers_shared.offer(connection, [chunk.num_bytes for chunk in SHARD.chunks]) is not None
+    mark, descriptor = secrets.randbits(62), os.memfd_create("short")
+    os.write(descriptor, mark.to_bytes(8) + bytes(4096))
     other = served.reach(Peer(Role.DATA, 1, 77))
-    for process, number, claim in (
-        (os.getpid(), descriptor, mark),
-        (2**40, 3, mark),
-        (os.getpid(), 0, mark),
-    ):
-        data = struct.pack(">QI32s", process, number, claim)
+    for process, number in ((os.getpid(), descriptor), (2**40, 3), (os.getpid(), 0)):
+        data = struct.pack(">QIQQ", process, number, mark, 4096)
         other.send(Header(Kind.OFFER, len(data)), data)
         assert other.receive().kind == Kind.DECLINED
     os.close(descriptor)
 
 
+def test_a_host_without_room_for_shared_memory(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """Elements travel in frames."""
+
+    def refuse(*given: Any) -> int:
+        raise OSError(errno.ENOMEM, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    link = ServerConnection(served.reach(), SHARD, worker=0, incarnation=77, uplink=Uplink())
+    assert link.shared is None
+    link.close()
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert served.loses()[0] == WORKER
+    _works(served)
+
+
 def test_a_gradient_waits_in_shared_memory_until_it_is_taken():
     """The next one must travel in a frame."""
-    shared = servers_shared.Shared(mmap.mmap(-1, servers_shared._size([5, 70])), [5, 70])
+    memory = own_memory()
+    assert memory is not None
+    start = memory.reserve(4096)
+    assert start is not None
+    shared = servers_shared.Shared(memory, start, [5, 70])
     taken = memoryview(bytearray(5))
     assert shared.put(0, [memoryview(b"abc"), memoryview(b"de")])
     assert not shared.put(0, [memoryview(b"fghij")])

@@ -1,28 +1,22 @@
 """Memory that a worker and a server of one host share: messages are copied once, straight into their place.
 
-The worker makes the memory and offers it in its first message. A server that can't reach it (another host, a container,
-a system without memfd) declines, and elements travel in frames. A frame of shared memory carries only its head.
+The worker makes the memory and offers it in its first message. A server that can't reach it (another host, a container)
+declines, and elements travel in frames. A frame of shared memory carries only its head.
 """
 
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
-import secrets
 import struct
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 
+from paceline.launch.collectives.memory import Address, SharedMemory, mapped, own_memory
 from paceline.servers.wire import Connection, Header, Kind, WireError
 
-if sys.platform == "linux":
-    import fcntl
-
 _LINE_BYTES = 64
-_MARK_BYTES = 32
-_OFFER = struct.Struct(">QI32s")  # process, descriptor, mark at the memory's start
+_OFFER = struct.Struct(
+    ">QIQQ"
+)  # the memory's address, and where this connection's part of it begins
 
 
 class Shared:
@@ -31,18 +25,14 @@ class Shared:
     weights, gradients: bytes of each chunk as they are on the wire.
     """
 
-    def __init__(self, memory: mmap.mmap, chunk_bytes: Sequence[int]) -> None:
-        self.memory, view = memory, memoryview(memory)
-        self.is_full = view[
-            _MARK_BYTES : _MARK_BYTES + len(chunk_bytes)
-        ]  # 1: a gradient that was not yet taken
-        places = [
-            view[start : start + size]
-            for start, size in zip(
-                _starts(chunk_bytes), (*chunk_bytes, *chunk_bytes, 0), strict=True
-            )
-        ]
-        self.weights, self.gradients = places[: len(chunk_bytes)], places[len(chunk_bytes) : -1]
+    def __init__(self, memory: SharedMemory, start: int, chunk_bytes: Sequence[int]) -> None:
+        self.memory, sizes = memory, _sizes(chunk_bytes)
+        # is_full: 1 for a gradient that was not yet taken.
+        self.is_full, *places = (
+            memory.bytes(start + offset, size)
+            for offset, size in zip(_offsets(sizes), sizes, strict=False)
+        )
+        self.weights, self.gradients = places[: len(chunk_bytes)], places[len(chunk_bytes) :]
 
     def put(self, chunk: int, parts: Sequence[memoryview]) -> bool:
         """A gradient for the server to take; False if it has not yet taken the last one."""
@@ -68,25 +58,16 @@ class Shared:
 
 def offer(connection: Connection, chunk_bytes: Sequence[int]) -> Shared | None:
     """Make memory and offer it to a server on the same host; None if it can't have it."""
-    if sys.platform != "linux" or not connection.is_within_host:
+    memory = own_memory() if connection.is_within_host else None
+    if memory is None or (start := memory.reserve(_offsets(_sizes(chunk_bytes))[-1])) is None:
         return None
-    descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        size = _size(chunk_bytes)
-        os.ftruncate(descriptor, size)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        memory = mmap.mmap(descriptor, size)
-        mark = secrets.token_bytes(_MARK_BYTES)
-        memory[:_MARK_BYTES] = mark
-        data = _OFFER.pack(os.getpid(), descriptor, mark)
-        connection.send(Header(Kind.OFFER, len(data)), data)
-        answer = connection.receive()
-        if answer.kind not in (Kind.TAKEN, Kind.DECLINED):
-            raise WireError(f"a server answered an offer of memory with {answer.kind.name}")
-        connection.checked(answer, 0, 0)
-        return Shared(memory, chunk_bytes) if answer.kind == Kind.TAKEN else None
-    finally:
-        os.close(descriptor)
+    data = _OFFER.pack(*memory.address, start)
+    connection.send(Header(Kind.OFFER, len(data)), data)
+    answer = connection.receive()
+    if answer.kind not in (Kind.TAKEN, Kind.DECLINED):
+        raise WireError(f"a server answered an offer of memory with {answer.kind.name}")
+    connection.checked(answer, 0, 0)
+    return Shared(memory, start, chunk_bytes) if answer.kind == Kind.TAKEN else None
 
 
 def accept_offer(
@@ -95,38 +76,19 @@ def accept_offer(
     """Take the memory that a worker offers, or decline."""
     data = bytearray(connection.checked(header, _OFFER.size, _OFFER.size))
     connection.read_into(memoryview(data))
-    process, descriptor, mark = _OFFER.unpack(data)
-    shared = None
-    if sys.platform == "linux":
-        with suppress(OSError):
-            shared = _reach(process, descriptor, mark, chunk_bytes)
-    connection.send(Header(Kind.DECLINED if shared is None else Kind.TAKEN))
-    return shared
+    process, descriptor, mark, start = _OFFER.unpack(data)
+    memory = mapped(Address(process, descriptor, mark))
+    connection.send(Header(Kind.DECLINED if memory is None else Kind.TAKEN))
+    return None if memory is None else Shared(memory, start, chunk_bytes)
 
 
-def _reach(process: int, descriptor: int, mark: bytes, chunk_bytes: Sequence[int]) -> Shared | None:
-    file = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        # What could be cut short under us would end this process when it is touched.
-        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK and os.fstat(
-            file
-        ).st_size == _size(chunk_bytes):
-            memory = mmap.mmap(file, 0)
-            if memory[:_MARK_BYTES] == mark:
-                return Shared(memory, chunk_bytes)
-        return None
-    finally:
-        os.close(file)
+def _sizes(chunk_bytes: Sequence[int]) -> list[int]:
+    """Bytes of each place: a byte a chunk that says whether its gradient is there, all weights, all gradients."""
+    return [len(chunk_bytes), *chunk_bytes, *chunk_bytes]
 
 
-def _starts(chunk_bytes: Sequence[int]) -> list[int]:
-    """Where each chunk's weights begin, then each gradient, then the end; on lines of their own."""
-    sizes = (
-        -(-size // _LINE_BYTES) * _LINE_BYTES
-        for size in (_MARK_BYTES + len(chunk_bytes), *chunk_bytes, *chunk_bytes)
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each place begins, on lines of their own, and where the last one ends."""
+    return list(
+        itertools.accumulate((-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes), initial=0)
     )
-    return list(itertools.accumulate(sizes))
-
-
-def _size(chunk_bytes: Sequence[int]) -> int:
-    return _starts(chunk_bytes)[-1]

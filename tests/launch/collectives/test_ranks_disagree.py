@@ -40,7 +40,7 @@ def test_a_condition_on_a_rank_s_own_samples(tmp_path: Path):
         batch=8,
         epochs=1,
     )
-    with pytest.raises(RankFailed, match="another place of the step|different tensors") as failed:
+    with pytest.raises(RankFailed, match=r"another place of the step|different tensors") as failed:
         pl.train(job, "data=2", run=tmp_path / "run", check=False)
     assert Path(__file__).name in failed.value.failure.where
     assert "all ranks must take the same path" in str(failed.value)
