@@ -3,8 +3,7 @@ secret before anything else is said.
 
 Whoever accepts sends a challenge. Whoever connects answers with a claim (what it says of itself), a
 challenge of its own and the HMAC of all that under the secret, and the accepting side proves itself
-over the same. Nothing is encrypted. What is said later is not signed here, but both ends then have
-a key of this connection alone, by which they may sign it.
+over the same. Nothing is encrypted, and what is said later is not signed.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ class Proven:
 
     sock: socket.socket  # without a timeout
     claim: bytes  # what the connecting side says of itself
-    key: bytes  # known to these two ends alone
 
 
 def connect(
     address: tuple[str, int], secret: bytes, *, claim: bytes = b"", timeout_s: float
-) -> Proven:
+) -> socket.socket:
     """Reach a process that accepts connections, and prove to each other that both know the secret.
+    Returns the connection, without a timeout.
 
     Raises:
         ConnectionError: what answers there is no process of this run, or takes this one for none.
@@ -69,7 +68,7 @@ def connect(
     except BaseException:
         sock.close()
         raise
-    return Proven(sock, claim, _proof(secret, b"key", challenge + statement))
+    return sock
 
 
 def accept(sock: socket.socket, secret: bytes, *, claim_bytes: int = 0) -> Proven:
@@ -90,8 +89,7 @@ def accept(sock: socket.socket, secret: bytes, *, claim_bytes: int = 0) -> Prove
         raise ConnectionError("a peer does not know the run's secret")
     sock.sendall(_proof(secret, b"accepts", challenge + statement))
     sock.settimeout(None)
-    key = _proof(secret, b"key", challenge + statement)
-    return Proven(sock, statement[_NONCE_BYTES:], key)
+    return Proven(sock, statement[_NONCE_BYTES:])
 
 
 def _read(sock: socket.socket, num_bytes: int, until_s: float) -> bytes:

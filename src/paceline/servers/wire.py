@@ -314,10 +314,10 @@ def connect(
     where = f"the server at {address[0]}:{address[1]}"
     claim = _CLAIM.pack(peer.role, peer.number, peer.incarnation, layout)
     try:
-        proven = secure.connect(address, secret, claim=claim, timeout_s=timeout_s)
+        sock = secure.connect(address, secret, claim=claim, timeout_s=timeout_s)
     except OSError as error:
         raise WireError(f"{where} can't be reached: {error}") from error
-    connection = Connection(proven.sock)
+    connection = Connection(sock)
     try:
         connection.limit(secure.HANDSHAKE_S)
         header = connection.receive()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from conditions import until
 
 from paceline.base.errors import OutOfMemory, PeerLost, Preempted
-from paceline.base.secure import Proven
 from paceline.cluster.cluster import Cluster
 from paceline.launch.hosts import launcher_rank, liveness
 from paceline.launch.hosts.environment import Environment
@@ -84,36 +82,6 @@ def test_rank_0_is_lost(hub: Hub, join: Any):
     first = join(1)
     hub.close(farewell=False)
     until(lambda: first.lost == [0])
-
-
-WORD_BYTES = 4 + 32
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda words: words[:WORD_BYTES] * 2,  # one that is repeated
-        lambda words: words[WORD_BYTES:],  # left out
-        lambda words: struct.pack(">i", -1) + words[4:WORD_BYTES],  # changed
-    ],
-)
-def test_who_is_between_two_can_only_part_them(change: Callable[[bytes], bytes]):
-    hub, peer = socket.socketpair()
-    with hub, peer:
-        peer.setblocking(False)
-        says, hears = (
-            liveness._Link(Proven(sock, b"", b"key"), is_hub=is_hub)
-            for sock, is_hub in ((hub, True), (peer, False))
-        )
-        for number in (5, 6):
-            says.say(number)
-        says.sock.sendall(change(peer.recv(1000)))
-        with pytest.raises(ConnectionError, match="not signed"):
-            assert hears.next() == 5
-            hears.next()
-        peer.sendall(liveness._NUMBER.pack(5) + says._proof(b"hub", 0, liveness._NUMBER.pack(5)))
-        with pytest.raises(ConnectionError, match="not signed"):  # its own word, sent back
-            says.hear()
 
 
 # --- Ranks --------------------------------------------------------------------------------------------------------

@@ -107,9 +107,7 @@ class CopyReader:
     def __init__(self, address: CopyAddress, *, timeout_s: float, rank: int | None = None) -> None:
         self._address, self._rank, self._lock = address, rank, threading.Lock()
         with self._told():
-            self._sock = connect(
-                (address.host, address.port), address.key, timeout_s=timeout_s
-            ).sock
+            self._sock = connect((address.host, address.port), address.key, timeout_s=timeout_s)
             self._sock.settimeout(timeout_s)
             weakref.finalize(self, self._sock.close)
 

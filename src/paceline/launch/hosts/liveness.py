@@ -4,13 +4,11 @@ Each rank keeps a connection to rank 0, which passes on what it sees. The kernel
 that dies, even if its peers wait in a collective of NCCL, which does not notice. A host that vanishes closes none;
 TCP's keepalive probes find it after a minute.
 
-What is said are numbers of ranks. They are signed by the run's secret and not encrypted.
+Who connects proves to know the run's secret. What is said later, numbers of ranks, is neither signed nor encrypted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import selectors
 import socket
 import struct
@@ -21,10 +19,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from paceline.base.secure import HANDSHAKE_S, Acceptor, Proven, connect
-from paceline.base.sockets import closed_in_forks, listen
+from paceline.base.sockets import closed_in_forks, listen, read
 
-_PROOF_BYTES, _NUMBER = 32, struct.Struct(">i")
-_FAREWELL = -1  # in either direction: this process is about to end, and all is well
+_NUMBER = struct.Struct(">i")
+_FAREWELL = _NUMBER.pack(-1)  # in either direction: this process is about to end, and all is well
 MOST_SILENCE_S = 60.0  # of a host's kernel, which answers whatever its processes do
 
 
@@ -44,59 +42,6 @@ class Liveness(Protocol):
         """farewell: whether this rank ends as it should; else the others are told that it is lost."""
 
 
-class _Link:
-    """Numbers between two that have proved themselves. Each is signed with its place in its direction: whoever is
-    between them can end the connection, and can't change, repeat or leave out what is said.
-    """
-
-    def __init__(self, proven: Proven, *, is_hub: bool) -> None:
-        self.sock, self._key = proven.sock, proven.key
-        self._sends_as, self._receives_from = (b"hub", b"spoke") if is_hub else (b"spoke", b"hub")
-        self._num_sent = self._num_received = 0
-        self._partial_word = b""
-
-    def say(self, number: int) -> None:
-        """A peer that is gone, or takes nothing, needs not be told."""
-        data = _NUMBER.pack(number)
-        with suppress(OSError):
-            self.sock.send(data + self._proof(self._sends_as, self._num_sent, data))
-        self._num_sent += 1
-
-    def hear(self) -> int | None:
-        """What has come; None if that is not a whole word.
-
-        Raises:
-            OSError: the connection has ended, or somebody else speaks.
-        """
-        data = self.sock.recv(_NUMBER.size + _PROOF_BYTES - len(self._partial_word))
-        if not data:
-            raise ConnectionError("the connection was closed")
-        self._partial_word += data
-        if len(self._partial_word) < _NUMBER.size + _PROOF_BYTES:
-            return None
-        word, proof, self._partial_word = (
-            self._partial_word[: _NUMBER.size],
-            self._partial_word[_NUMBER.size :],
-            b"",
-        )
-        if not hmac.compare_digest(
-            proof, self._proof(self._receives_from, self._num_received, word)
-        ):
-            raise ConnectionError("what came was not signed by the other rank")
-        self._num_received += 1
-        number: int = _NUMBER.unpack(word)[0]
-        return number
-
-    def next(self) -> int:
-        """The next word; waits for it. Raises as `hear`."""
-        while (word := self.hear()) is None:
-            pass
-        return word
-
-    def _proof(self, side: bytes, place: int, word: bytes) -> bytes:
-        return hmac.new(self._key, side + place.to_bytes(8, "big") + word, hashlib.sha256).digest()
-
-
 class Hub:
     """Rank 0's end: hears of all ranks, and tells them.
 
@@ -112,7 +57,7 @@ class Hub:
         self._silence_s = silence_s(patience_s)
         self._wake, self._woken = map(closed_in_forks, socket.socketpair())
         self._joined: deque[Proven] = deque()  # a byte tells of each
-        self._members: dict[int, _Link] = {}
+        self._members: dict[int, socket.socket] = {}
         self._farewell = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -146,7 +91,7 @@ class Hub:
     def _end(self) -> None:
         for member in self._members.values():
             if self._farewell:
-                member.say(_FAREWELL)
+                _say(member, _FAREWELL)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -155,28 +100,25 @@ class Hub:
         (number,) = _NUMBER.unpack(proven.claim)
         proven.sock.setblocking(False)
         _watch_host(proven.sock, self._silence_s)
-        self._members[number] = link = _Link(proven, is_hub=True)
-        self._selector.register(proven.sock, selectors.EVENT_READ, lambda: self._hear(number, link))
-        for word in self.lost:
-            link.say(word)
+        self._members[number] = proven.sock
+        self._selector.register(proven.sock, selectors.EVENT_READ, lambda: self._hear(number))
+        for lost in self.lost:
+            _say(proven.sock, _NUMBER.pack(lost))
 
-    def _hear(self, number: int, link: _Link) -> None:
+    def _hear(self, number: int) -> None:
         """The only word of a member is its farewell; without one its end is a loss."""
-        is_unreachable = False
+        member, is_farewell = self._members.pop(number), False
         try:
-            if (word := link.hear()) is None:
-                return
+            is_farewell = bool(member.recv(_NUMBER.size))
         except OSError as error:
-            word, is_unreachable = None, _is_silence(error)
-        del self._members[number]
-        self._selector.unregister(link.sock)
-        link.sock.close()
-        if word != _FAREWELL:
-            if is_unreachable:
+            if _is_silence(error):
                 self.unreachable.append(number)
+        self._selector.unregister(member)
+        member.close()
+        if not is_farewell:
             self.lost.append(number)
-            for member in self._members.values():
-                member.say(number)
+            for other in self._members.values():
+                _say(other, _NUMBER.pack(number))
 
 
 class Spoke:
@@ -199,14 +141,13 @@ class Spoke:
     ) -> None:
         self.lost: list[int] = []
         self.unreachable: list[int] = []
-        proven = connect(address, secret, claim=_NUMBER.pack(rank), timeout_s=HANDSHAKE_S)
-        self._sock, self._link = proven.sock, _Link(proven, is_hub=False)
+        self._sock = connect(address, secret, claim=_NUMBER.pack(rank), timeout_s=HANDSHAKE_S)
         _watch_host(self._sock, silence_s(patience_s))
         self._thread = _started_thread(self._listen)
 
     def close(self, *, farewell: bool) -> None:
         if farewell:
-            self._link.say(_FAREWELL)
+            _say(self._sock, _FAREWELL)
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -214,12 +155,18 @@ class Spoke:
 
     def _listen(self) -> None:
         try:
-            while (word := self._link.next()) != _FAREWELL:
-                self.lost.append(word)
+            while (word := read(self._sock, _NUMBER.size)) != _FAREWELL:
+                self.lost += _NUMBER.unpack(word)
         except OSError as error:
             if _is_silence(error):
                 self.unreachable.append(0)
             self.lost.append(0)
+
+
+def _say(sock: socket.socket, word: bytes) -> None:
+    """A peer that is gone, or takes nothing, needs not be told."""
+    with suppress(OSError):
+        sock.send(word)
 
 
 def _started_thread(work: Callable[[], Any]) -> threading.Thread:
