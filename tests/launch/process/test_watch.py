@@ -396,3 +396,20 @@ def test_the_watch_ends_with_the_run(run_ranks: Any):
 
     assert run_ranks(lambda context: threads(), 1) == [[]]
     assert run_ranks(lambda context: threads(), 2) == [[], []]
+
+
+def test_a_process_with_a_name_in_other_bytes(start_child: Any):
+    """What the kernel says of it is read all the same."""
+    reading, writing = os.pipe()
+
+    def child() -> None:
+        ctypes.CDLL(None).prctl(15, b"\xd1\x80\xd1", 0, 0, 0)  # PR_SET_NAME, cut inside of a letter
+        os.write(writing, b".")
+        time.sleep(600)
+
+    pid = start_child(child).pid
+    assert os.read(reading, 1) == b"."
+    outside_watch._writes_stacks(pid)
+    assert outside_watch._status(pid) in ("sleeping", "running")
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: outside_watch._status(pid) == "stopped")

@@ -39,7 +39,14 @@ from paceline.torch_private.data_loaders import FETCH, WORKER_LOOP
 STACK_SIGNAL: int = signal.SIGRTMIN + 3 if hasattr(signal, "SIGRTMIN") else signal.SIGINFO  # type: ignore[attr-defined]
 # How long to wait for the stacks. A rank that waits for a core writes its stack late.
 _STACK_S, _STACK_POLL_S = 4.0, 0.01
-_DUMB = {*"TtZ"}  # states in which a process runs no signal handler
+# What the kernel says of a process that doesn't react. In the first three states it runs no signal handler.
+_STATES = {
+    psutil.STATUS_STOPPED: "its process is stopped, by SIGSTOP for example",
+    psutil.STATUS_TRACING_STOP: "a debugger holds its process",
+    psutil.STATUS_ZOMBIE: "its process has ended",
+    psutil.STATUS_DISK_SLEEP: "its process waits in the kernel, for a disk for example",
+}
+_DUMB = [*_STATES][:3]
 _PATIENCES = 3  # that ranks which compute nothing have while nobody waits
 _AWAY_S = 5.0  # without a look, of which there are two a second
 _ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
@@ -177,7 +184,7 @@ class OutsideWatch:
         """Whether a silent rank, and what works for it, computes nothing: it waits for what doesn't come. One that is
         ready to run computes, though a busy machine may give it no core for long."""
         return (
-            _state_letter(pid) != "R"
+            _status(pid) != psutil.STATUS_RUNNING
             and _computed_s(pid) - self._silences[slot].computed_s < _ASLEEP * self.patience_s
         )
 
@@ -222,7 +229,7 @@ class OutsideWatch:
         texts = dict.fromkeys(pids, "")
         before: dict[int, str] = {}
         while (
-            any(not texts[rank] and _state_letter(pids[rank]) not in _DUMB for rank in asked)
+            any(not texts[rank] and _status(pids[rank]) not in _DUMB for rank in asked)
             or texts != before
         ) and time.monotonic() < until_s:  # they come line by line
             time.sleep(_STACK_POLL_S)
@@ -247,9 +254,9 @@ class OutsideWatch:
             socket.gethostname(),
             is_silent,
             is_asleep=is_silent and self._is_asleep(slot, pid),
-            is_stopped=_state_letter(pid) == "T",
+            is_stopped=_status(pid) == psutil.STATUS_STOPPED,
             reacts=bool(text),
-            state="" if text else _state(pid),
+            state="" if text else _STATES.get(_status(pid), ""),
             # On a GPU a collective returns at once, and the rank waits where it reads the result: in the reduce phase.
             waits=sign.phase == "reduce"
             or self.board.waits(slot)
@@ -276,7 +283,9 @@ class OutsideWatch:
                     if FETCH in file or is_users(file)
                 ]
                 if busy or not text:
-                    place = busy[0] if busy else _state(worker) or "which does not react"
+                    place = (
+                        busy[0] if busy else _STATES.get(_status(worker)) or "which does not react"
+                    )
                     return f"its loader worker (process {worker}), {place}"
         return ""
 
@@ -284,7 +293,9 @@ class OutsideWatch:
 def _writes_stacks(pid: int) -> bool:
     """Whether the signal makes a process write its stack; another one would end by it. True where no kernel says."""
     try:
-        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        caught = re.search(
+            r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(errors="replace")
+        )
     except OSError:
         return not Path("/proc/self/status").exists()
     return caught is not None and bool(int(caught[1], 16) >> STACK_SIGNAL - 1 & 1)
@@ -325,20 +336,10 @@ def delays_s(pid: int) -> dict[str, float]:
     return delays_s
 
 
-def _state(pid: int) -> str:
-    """What the kernel says of a process that doesn't react."""
-    return {
-        "T": "its process is stopped, by SIGSTOP for example",
-        "t": "a debugger holds its process",
-        "D": "its process waits in the kernel, for a disk for example",
-        "Z": "its process has ended",
-    }.get(_state_letter(pid), "")
-
-
-def _state_letter(pid: int) -> str:
-    """Of a process, as proc_pid_stat(5) has it; nothing where no kernel says."""
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+def _status(pid: int) -> str:
+    """Of a process, in psutil's words; nothing of one that is gone."""
+    with suppress(psutil.Error):
+        return str(psutil.Process(pid).status())
     return ""
 
 
