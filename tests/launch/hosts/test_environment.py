@@ -37,11 +37,6 @@ SLURM = {
 }
 
 
-@pytest.fixture(autouse=True)
-def no_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
-
-
 def test_by_hand():
     """A process that nothing launched runs its own ranks."""
     assert current({}) is None
@@ -128,19 +123,11 @@ def test_the_first_host_of_a_node_list(nodes: str, first: str):
     assert current({**SLURM, "SLURM_STEP_NODELIST": nodes}).master_address == first
 
 
-def test_scontrol_is_asked_where_it_is(monkeypatch: pytest.MonkeyPatch):
-    """Where Slurm's own tool is installed it reads the list."""
-
-    class Answer:
-        returncode, stdout = 0, "login1\ngpu03\n"
-
-    def run(words: list[str], **options: Any) -> Answer:
-        assert words == ["scontrol", "show", "hostnames", "strange{1}"]
-        return Answer()
-
-    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(environment.subprocess, "run", run)
-    assert current({**SLURM, "SLURM_STEP_NODELIST": "strange{1}"}).master_address == "login1"
+def test_an_error_that_torchrun_can_t_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The error itself is raised."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "error.json"))
+    with pytest.raises(ClusterError, match="no ranks"), environment.told_to_torchrun():
+        raise ClusterError("no ranks")
 
 
 @pytest.mark.parametrize(

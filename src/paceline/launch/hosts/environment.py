@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,9 +83,10 @@ def told_to_torchrun() -> Iterator[None]:
         yield
     except PacelineError as error:
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            Path(path).write_text(
-                json.dumps({"message": str(error), "timestamp": int(time.time())})
-            )
+            with suppress(OSError):
+                Path(path).write_text(
+                    json.dumps({"message": str(error), "timestamp": int(time.time())})
+                )
         raise
 
 
@@ -169,12 +168,6 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 def _first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as `gpu[03-05,9]`."""
-    if shutil.which("scontrol"):
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30
-        )
-        if listed.returncode == 0 and listed.stdout.strip():
-            return listed.stdout.split()[0]
     match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to the first comma outside brackets
     if not match:
         raise ClusterError(
