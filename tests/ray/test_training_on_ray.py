@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -330,6 +332,25 @@ def test_a_node_starts_ranks_and_says_how_they_end(tmp_path: Path):
         assert Message(0, "ended", 0, 0) in messages
         started.stdin.close()
         assert started.wait(timeout=20) == 0
+
+
+def test_a_rank_that_a_node_can_t_start(monkeypatch: pytest.MonkeyPatch):
+    """Its end is told, so that nobody waits for it."""
+    reading, writing = os.pipe()
+
+    async def start() -> None:
+        ranks = node_ranks._Ranks(writing)
+        ranks.do(Message(0, "start", 3, {"words": [], "environment": {}}))
+        await asyncio.gather(*ranks.tasks)
+
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    asyncio.run(start())
+    os.close(writing)
+    with open(reading) as lines:
+        report, ended = map(Message.decode, lines)
+    assert report.value.startswith("rank 3 can't be started: ") and ended == Message(
+        0, "ended", 3, 1
+    )
 
 
 def test_a_node_that_sees_other_files_says_so(tmp_path: Path):

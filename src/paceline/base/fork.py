@@ -15,7 +15,6 @@ import gc
 import json
 import multiprocessing
 import os
-import select
 import signal
 import sys
 import threading
@@ -23,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,7 +116,7 @@ def _read_until(descriptor: int, deadline_s: float | None) -> bytes | None:
         if deadline_s is None:
             return pipe.read()
         answer = b""
-        while select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        while wait([descriptor], max(0.0, deadline_s - time.monotonic())):
             if not (part := os.read(descriptor, 65536)):
                 return answer
             answer += part

@@ -84,17 +84,22 @@ class _Ranks:
     async def _run(self, rank: int, words: list[str], environment: dict[str, str]) -> None:
         # OMP_NUM_THREADS is of Ray's own making.
         inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            *words,
-            str(os.getpid()),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_LINE_BYTES,
-            env={**inherited, **environment},
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                *words,
+                str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_LINE_BYTES,
+                env={**inherited, **environment},
+            )
+        except OSError as error:
+            self.tell("report", rank, f"rank {rank} can't be started: {error}")
+            self.tell("ended", rank, 1)
+            return
         assert process.stdout is not None and process.stderr is not None
         self.processes[rank] = process
         relays = [self._relay(rank, process.stderr), self._forward(process.stdout)]

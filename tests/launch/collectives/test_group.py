@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import PeerLost, RanksDisagree
+from paceline.base.fork import in_a_fork
 from paceline.launch.collectives import barrier, group, memory
 from paceline.launch.collectives.barrier import AWAKE_S, SMALL_BYTES
 from paceline.launch.collectives.group import all_gather, allocate, reduce_scatter, shares_memory
 from paceline.launch.process.failure import RankFailed
+from paceline.launch.process.messages import Line
 from paceline.torch_private.dispatch import OperatorMode
 from paceline.torch_private.fake_tensors import FakeTensorMode
 
@@ -333,3 +338,28 @@ def test_where_ranks_can_wait_for_counters(
     monkeypatch.setattr("platform.machine", lambda: machine)
 
     assert barrier.is_possible() == expected
+
+
+@contextmanager
+def many_files() -> Iterator[None]:
+    """Have more files open than `select` knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with ExitStack() as files:
+        while files.enter_context(open(os.devnull)).fileno() < 1024:
+            pass
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_ranks_with_many_open_files() -> None:
+    """They look at each other's processes, and at the process that listens."""
+    with many_files():
+        counters = [memoryview(bytearray(8)) for _ in range(2)]
+        waiting = barrier.SharedBarrier(counters, [os.getpid()] * 2, 0, awake_s=0.0, timeout_s=0.01)
+        with pytest.raises(PeerLost, match="did not come within"):
+            waiting.wait()
+        here, there = multiprocessing.Pipe()
+        with here, there:
+            assert Line(here).is_writable
+        assert in_a_fork(lambda: 3, timeout_s=60.0) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -100,6 +101,26 @@ def test_copies_that_were_sent_stay(hosts: list[HostCopies]):
     ):
         memory.write(0, step, [memoryview(b"1")], b"{}", keep=keep)
         assert set(memory.steps(0)) == expected
+
+
+def test_a_copy_that_is_written_over_while_it_is_read(
+    hosts: list[HostCopies], monkeypatch: pytest.MonkeyPatch
+):
+    """Who reads it is told, and the host goes on without a word."""
+    memory, raised = hosts[0].memory, []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    copy(hosts[0], 1)
+    reader = CopyReader(hosts[0].address, timeout_s=30.0)
+    read = memory.read_into
+
+    def read_too_late(rank: int, step: int, offset: int, target: memoryview) -> None:
+        memory.keep(rank, until=None)
+        read(rank, step, offset, target)
+
+    monkeypatch.setattr(memory, "read_into", read_too_late)
+    with closing(reader), pytest.raises(PeerLost, match="has the copy of step 1 no more"):
+        reader.read_into(0, 1, 0, memoryview(bytearray(10)))
+    assert not raised
 
 
 def half_of(write: Callable[..., None], tears: list[int]) -> Callable[..., None]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import platform
-import select
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 from paceline.base.errors import PeerLost
 from paceline.base.waiting import waiting
@@ -108,10 +108,8 @@ class SharedBarrier:
         return all(counter[0] >= self._arrivals for counter in self._counters)
 
     def _check(self) -> None:
-        ended, _, _ = select.select(list(self._processes), [], [], 0)
-        if any(
-            self._counters[self._processes[descriptor]][0] < self._arrivals for descriptor in ended
-        ):
+        ended = [self._processes[descriptor] for descriptor in wait(self._processes, 0)]  # type: ignore[index]
+        if any(self._counters[rank][0] < self._arrivals for rank in ended):
             raise self.loss(self._ended)
 
     @property

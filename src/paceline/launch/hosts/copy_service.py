@@ -88,13 +88,16 @@ class CopyServer:
         # A part of a copy, and after it whether that is still the copy of the step.
         data = bytearray(count + 1)
         if 0 <= offset <= end - count:
-            self._slots.read_into(slot, step, offset, memoryview(data)[:count])
+            with suppress(KeyError, EOFError):  # a rank writes over it
+                self._slots.read_into(slot, step, offset, memoryview(data)[:count])
             data[count] = self._extent(slot, step) == (start, end)
         return data
 
     def _extent(self, slot: int, step: int) -> tuple[int, int]:
-        is_there = 0 <= slot < self._slots.num_ranks and step in self._slots.steps(slot)
-        return self._slots.extent(slot, step) if is_there else (NOTHING, NOTHING)
+        if 0 <= slot < self._slots.num_ranks:
+            with suppress(KeyError):
+                return self._slots.extent(slot, step)
+        return NOTHING, NOTHING
 
 
 class CopyReader:

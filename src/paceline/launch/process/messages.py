@@ -79,7 +79,9 @@ class Line:
     @property
     def is_writable(self) -> bool:
         """Whether a short report would be sent at once."""
-        return bool(select.select([], [self._connection], [], 0)[1])
+        poller = select.poll()
+        poller.register(self._connection, select.POLLOUT)
+        return bool(poller.poll(0))
 
     def hear(self, timeout_s: float | None) -> Message | None:
         """What whoever supervises says within the timeout; None is without an end.

@@ -83,8 +83,8 @@ class Supervisor:
         """
         self.end(slot)
         answer, descriptors = self._ask({"fork": slot})
-        if "error" in answer:
-            raise OSError(answer["error"])
+        if not descriptors:  # the system drops one that finds no place here
+            raise OSError(answer.get("error", "too many files are open in this process"))
         self._processes[slot] = _Process(answer["pid"], Connection(descriptors[0]))
 
     def is_idle(self, slot: int) -> bool:
@@ -223,20 +223,19 @@ def _reap(child: Any, patience_s: float) -> int | None:
 
 
 def _fork(main: Main, slot: int, requests: socket.socket, children: dict[int, Any]) -> None:
-    parent_end, child_end = multiprocessing.Pipe()
     try:
-        child = multiprocessing.get_context("fork").Process(
-            target=_be_process, args=(main, slot, child_end, [requests, parent_end], os.getpid())
-        )
-        child.start()
-        assert child.pid is not None
-        children[child.pid] = child
-        socket.send_fds(requests, [_line({"pid": child.pid})], [parent_end.fileno()])
+        parent_end, child_end = multiprocessing.Pipe()
+        with parent_end, child_end:
+            child = multiprocessing.get_context("fork").Process(
+                target=_be_process,
+                args=(main, slot, child_end, [requests, parent_end], os.getpid()),
+            )
+            child.start()
+            assert child.pid is not None
+            children[child.pid] = child
+            socket.send_fds(requests, [_line({"pid": child.pid})], [parent_end.fileno()])
     except OSError as error:
         requests.sendall(_line({"error": str(error)}))
-    finally:
-        parent_end.close()
-        child_end.close()
 
 
 def _be_process(
