@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conditions import PATIENCE_S, until
+import torch.distributed as dist
+from conditions import until
 
 from paceline.cluster.accelerators import Unusable
 from paceline.doctor import gpus, machine
@@ -186,29 +187,37 @@ def test_gpus_need_nccl(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_ranks_that_hang_are_ended(tmp_path: Path):
+def test_ranks_that_hang_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The probe gives up at its deadline and leaves no process behind."""
 
-    def work(rank: int) -> None:
-        (tmp_path / str(rank)).write_text(str(os.getpid()))
-        time.sleep(1000 * (1 - rank))
+    def work(context: Any) -> None:
+        (tmp_path / str(context.rank)).write_text(str(os.getpid()))
+        if context.rank:
+            dist.barrier()
+        time.sleep(1000)
 
-    verdict = machine._probed(work, 2.0)
-    assert verdict[0] == "bad" and "could not all-reduce within 2 s" in verdict[1]
+    monkeypatch.setattr(machine, "PROBE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(machine, "probe", work)
+    check = finding("gloo")
+    assert check.status == "bad" and "rank 0 did not reach the collective" in check.detail
     until(lambda: not psutil.pid_exists(int((tmp_path / "0").read_text())))
 
 
-def test_ranks_that_fail_show_why():
+def test_ranks_that_fail_show_why(monkeypatch: pytest.MonkeyPatch):
     """The error of a failing rank is the finding, or how it ended without one."""
 
-    def refuse(rank: int) -> None:
-        if rank:
+    def refuse(context: Any) -> None:
+        if context.rank:
             raise OSError("Connection refused")
 
-    verdict = machine._probed(refuse, PATIENCE_S)
-    assert verdict[:2] == ("bad", "two processes could not all-reduce: OSError: Connection refused")
-    verdict = machine._probed(lambda rank: os.kill(os.getpid(), signal.SIGKILL), PATIENCE_S)
-    assert verdict[:2] == ("bad", "two processes could not all-reduce: exit code -9")
+    monkeypatch.setattr(machine, "probe", refuse)
+    check = finding("gloo")
+    assert (check.status, check.detail) == (
+        "bad",
+        "two processes could not all-reduce: OSError: Connection refused",
+    )
+    monkeypatch.setattr(machine, "probe", lambda context: os.kill(os.getpid(), signal.SIGKILL))
+    assert finding("gloo").detail == "two processes could not all-reduce: it was killed by SIGKILL"
 
 
 def _host(monkeypatch: pytest.MonkeyPatch, address: str | None, interfaces: dict[str, str]) -> None:

@@ -14,17 +14,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.base.drivers import has_driver
 from paceline.base.errors import PacelineError
-from paceline.base.fork import answer_of
 from paceline.base.tables import wrapped
 from paceline.cluster.accelerators import has_gpus
 from paceline.cluster.limits import free_memory_bytes, usable_cores, usable_memory_bytes
+from paceline.launch.process.failure import RankFailed
+
+if TYPE_CHECKING:
+    from paceline.launch.process.context import RankContext
 
 MIN_TORCH = (2, 11)
 PROBE_TIMEOUT_S = 30.0
@@ -249,55 +251,38 @@ def _gloo() -> _Outcome:
             "this build of torch has none, and ranks on CPUs talk through it",
             "install torch from pip",
         )
-    with tempfile.TemporaryDirectory() as folder:
-        return _probed(lambda rank: probe(rank, f"{folder}/store"), PROBE_TIMEOUT_S)
+    from paceline.cluster.cluster import Cluster
+    from paceline.launch.local.ranks import run_local
 
-
-def _probed(work: Callable[[int], Any], timeout_s: float) -> _Outcome:
-    """Return the result of the two ranks of the probe. Both have ended when this returns."""
-    from paceline.launch.process.supervisor import Supervisor
-
-    fix = "see whether a firewall or the sandbox stops connections over the loopback interface"
-    with closing(
-        Supervisor(lambda rank, line: line.end(answer_of(lambda: work(rank)), None))
-    ) as ranks:
-        for rank in range(2):
-            ranks.start(rank)
-        ended = ranks.hear_out(range(2), timeout_s)
-    if len(ended) < 2:
-        return "bad", f"two processes could not all-reduce within {timeout_s:g} s", fix
-    for code, answer in ended.values():
-        if answer is None or "value" not in answer:
-            why = f"exit code {code}" if answer is None else answer["error"]
-            return "bad", f"two processes could not all-reduce: {why}", fix
-    measured = ended[0][1]["value"]
+    devices = [replace(device, backend="gloo") for device in Cluster.local("cpu:0-1").devices]
+    try:
+        measured = run_local(probe, devices, timeout_s=PROBE_TIMEOUT_S)[0]
+    except RankFailed as failed:
+        return (
+            "bad",
+            f"two processes could not all-reduce: {failed.failure.message.splitlines()[0]}",
+            "see whether a firewall or the sandbox stops connections over the loopback interface",
+        )
     return "ok", (
         f"2 processes over loopback: {measured['latency_s'] * 1e6:,.0f} us a small all-reduce, "
         f"{measured['bytes_per_s'] / 1e9:.2f} GB/s for {PROBE_BYTES // 2**20} MiB"
     )
 
 
-def probe(rank: int, store_path: str) -> dict[str, float]:
-    """Run one of the two ranks of the gloo check, and return its measurements.
+def probe(context: RankContext) -> dict[str, float]:
+    """Measure all-reduces as one of the two ranks of the gloo check. Collective.
 
     The bandwidth is the bytes of the tensor divided by the time of one all-reduce, because on two
     ranks a ring moves exactly these bytes through each rank.
     """
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(store_path, 2)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PROBE_TIMEOUT_S)
-    )
     small, large = torch.ones(1), torch.zeros(PROBE_BYTES // 4)
     latency_s, transfer_s = _all_reduce_s(small, repeats=50), _all_reduce_s(large, repeats=5)
-    summed = torch.full((4,), rank + 1.0)
+    summed = torch.full((4,), context.rank + 1.0)
     dist.all_reduce(summed)
-    dist.destroy_process_group()
     if summed.tolist() != [3.0] * 4:
         raise RuntimeError(f"the sum of 1 and 2 over two ranks is {summed.tolist()}")
     return {"latency_s": latency_s, "bytes_per_s": PROBE_BYTES / transfer_s}
