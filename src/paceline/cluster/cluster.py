@@ -64,10 +64,10 @@ class DescribedDevices(Sequence[Device]):
     def __getitem__(self, index: int | slice) -> Device | tuple[Device, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        rest = index + len(self) if index < 0 else index
+        number = rest = index + len(self) if index < 0 else index
         for kind in self.nodes:
             if 0 <= rest < kind.num_devices:
-                return replace(kind.devices[rest % len(kind.devices)], index=index)
+                return replace(kind.devices[rest % len(kind.devices)], index=number)
             rest -= kind.num_devices
         raise IndexError(index)
 

@@ -85,7 +85,6 @@ class ServerConnection:
             )
             for number, chunk in enumerate(shard.chunks)
         ]
-        self.received_bytes = [bytes_of(chunk) for chunk in self.received]
         self.outbox: queue.PriorityQueue[tuple[float, float, Header | None, list[Outgoing]]] = (
             queue.PriorityQueue()
         )
@@ -224,7 +223,7 @@ class ServerConnection:
                 )
             if self.shared is None:
                 self.connection.checked(header, chunk.num_bytes, chunk.num_bytes)
-                self.connection.read_into(self.received_bytes[header.chunk])
+                self.connection.read_into(bytes_of(self.received[header.chunk]))
             else:
                 self.connection.checked(header, 0, 0)
                 self.connection.received_bytes += chunk.num_bytes

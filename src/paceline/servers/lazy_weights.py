@@ -18,7 +18,6 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from paceline.servers.shard_memory import bytes_of
 from paceline.strategies.compile.run import is_compiled
 from paceline.torch_private.dispatch import without_functions
 from paceline.torch_private.modules import is_compiled_in_place, own_parameters
@@ -72,13 +71,6 @@ class WeightArrivals:
                         _Place(k, number, offset, part.first_element + span.start, count)
                     )
                     offset += count
-        self.is_plain = {
-            name: all(
-                links[place.link].received[place.chunk].dtype == p.dtype
-                for place in self.places[name]
-            )
-            for name, p in parameters.items()
-        }  # whether they come as they are
         self.requested_version, self.version, self.waited_s, self.pull_s = -1, -1, 0.0, 0.0
         self.requested_s = 0.0
         self.begun = -1  # the version that this step's weights were asked for as
@@ -169,19 +161,8 @@ class WeightArrivals:
             self._note_settled()
 
     def _put(self, name: str) -> None:
-        whole, places = self.parameters[name].data, self.places[name]
-        if whole.device.type == "cpu" and whole.is_contiguous() and self.is_plain[name]:
-            memory, item_bytes = bytes_of(whole), whole.element_size()
-            for place in places:
-                link, count = self.links[place.link], place.count * item_bytes
-                link.wait(place.chunk)
-                memory[place.first * item_bytes : place.first * item_bytes + count] = (
-                    link.received_bytes[place.chunk][
-                        place.offset * item_bytes : place.offset * item_bytes + count
-                    ]
-                )
-            return
-        for place in places:
+        whole = self.parameters[name].data
+        for place in self.places[name]:
             link = self.links[place.link]
             link.wait(place.chunk)
             values = link.received[place.chunk][place.offset : place.offset + place.count]
