@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -592,3 +593,17 @@ def test_the_port_of_the_meeting_place_is_taken(tmp_path: Path, job_file: Path):
         hosts.wait(lambda: f"port {hosts.port}, where the hosts meet" in hosts.stderr_texts()[0])
         taken.close()
         assert hosts.ended() == {0: 0, 1: 0}, hosts.stderr_texts()
+
+
+def test_a_host_parts_from_a_store_that_gives_no_answer(monkeypatch: pytest.MonkeyPatch):
+    """The keeper's host has vanished: nothing comes of the connection for minutes."""
+    monkeypatch.setattr(elastic, "_PARTED_S", 0.1)
+    host = elastic._ElasticHost.__new__(elastic._ElasticHost)
+    host.meeting, host.silence_s = SimpleNamespace(is_kept_here=False), 0.1  # type: ignore[assignment]
+    never, parted = threading.Event(), threading.Event()
+    store = SimpleNamespace(add=lambda key, count: never.wait())
+    threading.Thread(target=lambda: (host._part(store, 2), parted.set()), daemon=True).start()
+    try:
+        assert parted.wait(60)
+    finally:
+        never.set()

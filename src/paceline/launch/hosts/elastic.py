@@ -262,8 +262,9 @@ class _ElasticHost:
         try:
             cause = agent.cause if agent.run(_RUN).is_failed() else None
             if cause is None or self.meeting.is_kept_here or not self.interrupted:
-                with suppress(RendezvousConnectionError, RuntimeError):
-                    store.set(_END, "" if cause is None else cause.to_json())
+                end = "" if cause is None else cause.to_json()
+                within(self.meeting.answer_s, lambda: store.set(_END, end))
+                with suppress(RendezvousConnectionError):
                     handler.set_closed()
         except RendezvousTimeoutError as error:
             raise PeerLost(
@@ -289,14 +290,17 @@ class _ElasticHost:
         return within(self.meeting.answer_s, ask) or ""
 
     def _part(self, store: Any, num_hosts: int) -> None:
-        """Keep the store until the others need it no more."""
-        with suppress(RuntimeError):
+        """Keep the store until the others need it no more. One whose host has vanished gives them no answer."""
+
+        def part() -> None:
             num_left, deadline_s = store.add(f"{_RUN}/left", 1), time.monotonic() + _PARTED_S
             while (
                 self.meeting.is_kept_here and num_left < num_hosts and time.monotonic() < deadline_s
             ):
                 time.sleep(_MONITOR_S)
                 num_left = store.add(f"{_RUN}/left", 0)
+
+        within(_PARTED_S + self.silence_s, part)
 
 
 class _Agent(SimpleElasticAgent):
