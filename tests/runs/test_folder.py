@@ -121,6 +121,44 @@ def test_a_dead_run_holds_nothing(tmp_path: Path, start_child: Any, wait_for: Ca
         assert (tmp_path / ".lock").read_text() == str(os.getpid())
 
 
+def test_what_outlives_a_killed_run_is_waited_for(
+    tmp_path: Path,
+    start_child: Any,
+    wait_for: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its ranks may end a little later than the process that was killed, and who goes on is not refused."""
+
+    def hold() -> None:
+        with folder.claimed(tmp_path):
+            if (pid := os.fork()) == 0:
+                signal.alarm(60)
+                signal.pause()
+            print(f"held by {pid} too", flush=True)
+            os.read(os.pipe()[0], 1)
+
+    child = start_child(hold)
+    wait_for(lambda: "too" in child.stderr)
+    fork = int(child.stderr.split("held by ")[1].split()[0])
+    os.kill(child.pid, 9)
+    assert child.exit_code() == -9
+    monkeypatch.setattr(folder, "_ORPHANS_S", 0.0)
+    with pytest.raises(UsageError, match="in use by a live run"), folder.claimed(tmp_path):
+        pytest.fail("the folder was given to two runs")
+    monkeypatch.setattr(folder, "_ORPHANS_S", 60.0)
+    looks, runs = list[bool](), folder._runs
+
+    def runs_then_ends(pid: str) -> bool:
+        looks.append(runs(pid))
+        if len(looks) == 2:
+            os.kill(fork, 9)
+        return looks[-1]
+
+    monkeypatch.setattr(folder, "_runs", runs_then_ends)
+    with folder.claimed(tmp_path):
+        assert len(looks) >= 2 and not any(looks)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path):
     """The message names the folder and the reason."""
     (tmp_path / "file").touch()

@@ -58,6 +58,7 @@ from paceline.launch.process.failure import RankFailed
 
 COMMIT = "COMMIT"  # the file of a checkpoint that is written last
 _LOCK_POLL_S = 0.2
+_ORPHANS_S = 10.0  # that processes of a killed run may take to end, on a busy machine
 # Locks of folders that are held by this process, or by a process from which it was forked.
 _locks: list[int] = []
 _BUILDING = ("start", "build", "input")  # phases of a rank before its first forward
@@ -148,9 +149,10 @@ def write_page(path: Path, text: str) -> Path:
 def claimed(run_dir: Path) -> Iterator[Path]:
     """Hold the folder for one live run.
 
-    The lock belongs to the kernel. If a run is killed, its lock ends with its last process. On a
-    file system without locks nobody is refused. A run that fails leaves no unfinished checkpoint
-    behind. If its job can't be built, it leaves no new folder behind either.
+    The lock belongs to the kernel. If a run is killed, its lock ends with its last process, which
+    is waited for, as it may end a little later than the first one. On a file system without locks
+    nobody is refused. A run that fails leaves no unfinished checkpoint behind. If its job can't be
+    built, it leaves no new folder behind either.
 
     Raises:
         UsageError: a live run holds the folder, or the folder can't be written to.
@@ -162,12 +164,15 @@ def claimed(run_dir: Path) -> Iterator[Path]:
     except OSError as error:
         raise _unwritable(run_dir, error) from error
     try:
-        if not _locked(lock):
-            holder = (run_dir / ".lock").read_text().strip() or "unknown"
-            raise UsageError(
-                f"{run_dir} is in use by a live run (process {holder})",
-                hint="wait for it, or name another folder with --run",
-            )
+        deadline_s = time.monotonic() + _ORPHANS_S
+        while not _locked(lock):
+            holder = (run_dir / ".lock").read_text().strip()
+            if _runs(holder) or time.monotonic() > deadline_s:
+                raise UsageError(
+                    f"{run_dir} is in use by a live run (process {holder or 'unknown'})",
+                    hint="wait for it, or name another folder with --run",
+                )
+            time.sleep(_LOCK_POLL_S)
         try:
             os.ftruncate(lock, 0)
             os.write(lock, str(os.getpid()).encode())
@@ -191,6 +196,17 @@ def claimed(run_dir: Path) -> Iterator[Path]:
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
+
+
+def _runs(pid: str) -> bool:
+    """Return whether a process of this host has this number; True for a text that is none."""
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except (PermissionError, ValueError):
+        pass
+    return True
 
 
 def _locked(descriptor: int) -> bool:
