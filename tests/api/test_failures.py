@@ -46,7 +46,7 @@ SAMPLES, BATCH = 24, 8
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits for what other ranks have to say."""
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.5)
     monkeypatch.setattr(local_ranks, "_GRACE_S", 1.5)
 
 

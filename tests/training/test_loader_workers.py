@@ -28,7 +28,7 @@ POINTS = TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
 
 @pytest.fixture
 def quick(nothing_left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.5)
     monkeypatch.setattr(ranks, "_GRACE_S", 1.5)
 
 

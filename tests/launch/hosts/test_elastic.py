@@ -142,6 +142,26 @@ def train_on_two_hosts(tmp_path: Path, job_file: Path, plan: str) -> list[str]:
     return stderr_texts
 
 
+@pytest.mark.slow
+def test_a_rank_that_works_for_longer_than_the_patience_is_no_hang(tmp_path: Path):
+    """Its host says so to the one whose ranks wait. Each of its micro-batches is a sign of life."""
+    (tmp_path / "job.py").write_text(
+        JOB.replace("time.sleep(pause_s)", 'time.sleep(pause_s * (os.environ["RANK"] == "1"))')
+    )
+    port = free_port()
+    words = [
+        *("train", str(tmp_path / "job.py"), "--run", str(tmp_path / "run"), "--hosts", "2:2"),
+        *("--plan", "data=2 microbatches=6", "--timeout", "3", "--restarts", "0"),
+        *("--set", "pause_s=1.0", "--steps", "1"),
+    ]
+    hosts = [
+        Command(words, environ(index, 2, "127.0.0.1", port), tmp_path / f"host-{index}")
+        for index in range(2)
+    ]
+    codes = [host.wait() for host in hosts]
+    assert codes == [0, 0], [host.stderr.read_text() for host in hosts]
+
+
 def read_store(port: int, seen: dict[str, bytes]) -> None:
     """Read all that is in the store, as anybody can who reaches its port, until it is gone."""
     store = None

@@ -25,7 +25,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.launch.hosts import launcher_rank, liveness
 from paceline.launch.hosts.environment import Environment
 from paceline.launch.hosts.liveness import Hub, Spoke
-from paceline.launch.process import watchdog
+from paceline.launch.process import outside_watch, watchdog
 
 SECRET = b"the secret of a run"
 
@@ -91,8 +91,10 @@ def test_rank_0_is_lost(hub: Hub, join: Any):
 def start_ranks(start_child: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """`start_ranks(n, body)` runs `body(context)` as n ranks of a Slurm step, processes that nobody looks after."""
     for module, name in (
-        (watchdog, "_ANSWER_S"),
-        (watchdog, "_STORE_S"),
+        (watchdog, "ANSWER_S"),
+        (watchdog, "STORE_S"),
+        (outside_watch, "ANSWER_S"),
+        (outside_watch, "STORE_S"),
         (launcher_rank, "_HEARD_S"),
         (launcher_rank, "_LEAVE_S"),
     ):

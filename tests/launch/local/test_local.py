@@ -197,7 +197,7 @@ def test_a_rank_that_dies(
 ):
     """A rank that dies without a word is named with the step it was in. The others end at once: they hear who died,
     and do not wait for what each of them has to say, for which they would have longer than a test."""
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 1000.0)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 1000.0)
     monkeypatch.setattr(local_ranks, "_GRACE_S", 1000.0)
 
     def body(context: Any) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.outside_watch import (
     OutsideWatch,
     RankPosition,
+    SeenByAll,
     be_watched,
     hang_failure,
 )
@@ -94,32 +96,74 @@ def test_collectives_that_do_not_match():
 
 
 def test_hosts_tell_each_other_where_their_ranks_are(monkeypatch: pytest.MonkeyPatch):
-    """Ranks of a host that says nothing are silent, and rank 0's host is where the store gives no answer."""
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
-    store, waits, stuck = dist.HashStore(), at(waits=True), at(waits=False, phase="input")
-    assert watchdog.seen_by_all(store, 3, {1: stuck}) == {
-        0: RankPosition(),
-        1: stuck,
-        2: RankPosition(),
-    }
-    seen = watchdog.seen_by_all(store, 3, {0: waits})
-    assert seen == {0: waits, 1: stuck, 2: RankPosition()}
-    assert hang_failure(seen, timeout_s=1).rank == 1
-    monkeypatch.setattr(watchdog, "_STORE_S", 0.1)
+    """Who is asked answers, also with ranks that work. Ranks of a host that says nothing are silent, rank 0's where the
+    store gives no answer; what was told in another round does not count."""
+    monkeypatch.setattr(outside_watch, "ANSWER_S", 0.5)
+    monkeypatch.setattr(outside_watch, "_ASKED_S", 0.0)
+    store, waits, works = (
+        dist.HashStore(),
+        at(waits=True),
+        replace(at(waits=False), is_silent=False),
+    )
+    first, second = SeenByAll(store, 3), SeenByAll(store, 3)
+    assert not first.is_asked() and not second.is_asked()
+    with ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(first, {0: waits})
+        until(second.is_asked)
+        assert not first.is_asked()
+        assert second({1: works})[1] == works
+        assert asked.result() == {0: waits, 1: works, 2: RankPosition()}
+        assert not second.is_asked()
+        both = [pool.submit(first, {0: waits}), pool.submit(second, {1: waits})]
+        assert all(each.result() == {0: waits, 1: waits, 2: RankPosition()} for each in both)
+    seen = second({1: at(waits=False, phase="input")})
+    assert seen[0] == RankPosition()
+    assert not SeenByAll(store, 3).is_asked()  # of an earlier start of the run
+
+    monkeypatch.setattr(outside_watch, "STORE_S", 0.1)
 
     def wait_in_vain(*_: Any) -> None:
-        time.sleep(0.5)
+        time.sleep(1.5)
         raise RuntimeError
 
-    stopped = SimpleNamespace(set=wait_in_vain)
-    assert watchdog.seen_by_all(stopped, 3, {1: waits}) == {0: RankPosition(), 1: waits}
+    stopped = SeenByAll(SimpleNamespace(add=wait_in_vain), 3)
+    assert not stopped.is_asked()
+    assert stopped({1: waits}) == {0: RankPosition(), 1: waits}
 
 
-def seen_on_hosts(board: HeartbeatTable, elsewhere: dict[int, RankPosition]) -> OutsideWatch:
+class Elsewhere(SeenByAll):
+    """Other hosts, whose ranks are there."""
+
+    def __init__(self, positions: dict[int, RankPosition], *, asks: bool = False) -> None:
+        self.positions, self.asks, self.told = positions, asks, list[dict[int, RankPosition]]()
+
+    def is_asked(self) -> bool:
+        return self.asks
+
+    def __call__(self, seen: Any) -> Any:
+        self.told.append(seen)
+        return {**seen, **self.positions}
+
+
+def seen_on_hosts(board: HeartbeatTable, elsewhere: Elsewhere) -> OutsideWatch:
     """A watch of this process, as rank 0 of several hosts."""
     be_watched(board, 0)
     board.set_waits(0, True)
-    return OutsideWatch(board, {0: 0}, patience_s=0.01, exchange=lambda seen: {**seen, **elsewhere})
+    return OutsideWatch(board, {0: 0}, patience_s=0.01, seen_by_all=elsewhere)
+
+
+def test_a_host_whose_ranks_work_answers_one_that_asks(monkeypatch: pytest.MonkeyPatch):
+    """Its ranks would be taken for silent; no report of its own comes of it."""
+    monkeypatch.setattr(waiting, "tell", waiting.tell)
+    board = HeartbeatTable(1)
+    elsewhere = Elsewhere({1: at(waits=True)}, asks=True)
+    watch = seen_on_hosts(board, elsewhere)
+    watch.patience_s = 60.0
+    board.set_waits(0, False)
+    assert watch.look({0: os.getpid()}) is None
+    assert [position.is_silent for told in elsewhere.told for position in told.values()] == [False]
+    elsewhere.asks = False
+    assert watch.look({0: os.getpid()}) is None and len(elsewhere.told) == 1
 
 
 @pytest.mark.parametrize(
@@ -139,7 +183,7 @@ def test_a_rank_waits_for_one_of_another_host(
     # Time in which the machine gave this process no core is no silence, and may be all of so short a one.
     monkeypatch.setattr(outside_watch, "delays_s", lambda pid: {})
     board = HeartbeatTable(1)
-    watch = seen_on_hosts(board, {1: elsewhere})
+    watch = seen_on_hosts(board, Elsewhere({1: elsewhere}))
     time.sleep(0.02)
     failure = watch.look({0: os.getpid()})
     assert message is None if failure is None else message and message in failure.message
@@ -147,7 +191,7 @@ def test_a_rank_waits_for_one_of_another_host(
 
 def test_a_peer_that_sent_what_it_may_not(monkeypatch: pytest.MonkeyPatch):
     """Its words are told too: that it left is only concluded."""
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.1)
     context = RankContext(
         0, 2, 2, torch.device("cpu"), dist.HashStore(), HeartbeatTable(2), 0, "attempt"
     )
@@ -194,7 +238,7 @@ def sleep_in_user_code() -> None:
 
 @pytest.fixture
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 1.0)
     monkeypatch.setattr(ranks, "_GRACE_S", 2.0)
 
 

@@ -57,9 +57,8 @@ from paceline.launch.process.failure import (
 from paceline.launch.process.fault_policy import JOIN_S, RestartPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable
 from paceline.launch.process.messages import Line, Message
-from paceline.launch.process.outside_watch import OutsideWatch, be_watched
+from paceline.launch.process.outside_watch import OutsideWatch, SeenByAll, be_watched, within
 from paceline.launch.process.supervisor import Supervisor
-from paceline.launch.process.watchdog import seen_by_all, within
 from paceline.torch_private.rendezvous import stop_heartbeats
 
 _SOON_S = 3.0  # for other hosts, after enough of them are there and the run has begun before
@@ -329,8 +328,8 @@ class _Agent(SimpleElasticAgent):
         host.timeouts.has_begun, host.lost_s = True, None
         world_size = worker_group.workers[0].world_size
         host.watch.ranks = {each.local_rank: each.global_rank for each in worker_group.workers}
-        host.watch.exchange = (
-            partial(seen_by_all, store, world_size) if world_size > host.num_ranks else None
+        host.watch.seen_by_all = (
+            SeenByAll(store, world_size) if world_size > host.num_ranks else None
         )
         print(
             f"host {place.index} ({address}): start {number} of the run, with "

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from paceline.launch.hosts.environment import address_towards
 from paceline.launch.hosts.host_process import Host
 from paceline.launch.hosts.liveness import silence_s
-from paceline.launch.process.watchdog import within
+from paceline.launch.process.outside_watch import within
 
 _CONNECT_S = 5.0  # for one attempt to reach the keeper, and for an answer of its store
 

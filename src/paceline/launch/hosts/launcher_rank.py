@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,8 @@ from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure, RankFailed, left_in
 from paceline.launch.process.fault_policy import ALL_NEEDED, FaultPolicy
 from paceline.launch.process.heartbeats import HeartbeatTable, signs_of_life
-from paceline.launch.process.outside_watch import OutsideWatch, be_watched
+from paceline.launch.process.outside_watch import OutsideWatch, SeenByAll, be_watched, within
 from paceline.launch.process.rank_process import Body, run_rank, set_up_device
-from paceline.launch.process.watchdog import seen_by_all, within
 
 _HEARD_S = 5.0  # how long a rank that fell with others looks for the cause in the store
 _TOLD_S = 30.0  # how long a rank that does not tell waits for the one that does, which may look for what fits
@@ -252,7 +250,7 @@ class JoinedRank:
             {rank: rank for rank in local_ranks},
             patience_s=context.timeout_s,
             sees_all=need_each_other or context.world_size == 1,
-            exchange=partial(seen_by_all, self.store, context.world_size)
+            seen_by_all=SeenByAll(self.store, context.world_size)
             if need_each_other and len(local_ranks) < context.world_size
             else None,
         )

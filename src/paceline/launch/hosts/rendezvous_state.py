@@ -14,7 +14,7 @@ from torch.distributed import Store
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from paceline.launch.process.watchdog import within
+from paceline.launch.process.outside_watch import within
 from paceline.torch_private.rendezvous import NodeDesc, RendezvousState
 
 _KEY, _NOTHING = "paceline/rendezvous", "none"

@@ -12,19 +12,23 @@ outlive the rank that it came from, or be killed with it: there a rank of the ho
 from __future__ import annotations
 
 import faulthandler
+import json
+import math
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
@@ -48,6 +52,9 @@ _STATES = {
 }
 _DUMB = [*_STATES][:3]
 _PATIENCES = 3  # that ranks which compute nothing have while nobody waits
+ANSWER_S = 3.0  # how long to wait for what other ranks or hosts say
+STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
+_ASKED_S = 1.0  # between looks whether another host asks
 _AWAY_S = 5.0  # without a look, of which there are two a second
 _ASLEEP = 0.1  # of its silence in which a rank that does something computes at least
 _COLLECTIVES = f"torch{os.sep}distributed{os.sep}"  # where the files of torch's collectives are
@@ -80,6 +87,7 @@ class RankPosition:
     stack: str = ""
 
 
+T = TypeVar("T")
 RankPositions = Mapping[int, RankPosition]
 
 
@@ -100,6 +108,73 @@ def be_watched(board: HeartbeatTable, slot: int) -> None:
     board.set_process(slot, os.getpid())
 
 
+class SeenByAll:
+    """Tells the other hosts where the ranks of this one are, and hears of theirs, when a host asks: one whose ranks are
+    silent.
+
+    A host that is asked answers though its own ranks work, or they would be taken for silent. Hosts that ask at once
+    do so in one round, and what was told in earlier rounds does not count.
+    """
+
+    def __init__(self, store: Any, world_size: int) -> None:
+        self.store, self.world_size = store, world_size
+        # The last round in which this host said where its ranks are; None if the store is silent.
+        self._answered = within(STORE_S, self._latest)
+        self._looked_s = -math.inf
+
+    def _latest(self) -> int:
+        return int(self.store.add("stuck", 0))
+
+    def is_asked(self) -> bool:
+        """Whether another host has asked and not been answered; looks once a second. A store that was silent once is
+        not asked again."""
+        if time.monotonic() - self._looked_s < _ASKED_S:
+            return False
+        self._looked_s = time.monotonic()
+        latest = within(STORE_S, self._latest) if self._answered is not None else None
+        if latest is None:
+            self._answered = None
+            return False
+        return latest > (self._answered or 0)
+
+    def __call__(self, seen: RankPositions) -> RankPositions:
+        """Return all ranks' positions. Ranks of which nobody says anything are silent; if the store gives no answer, of
+        which nobody knows why, rank 0's are, which keeps it."""
+
+        def ask() -> dict[int, RankPosition]:
+            latest = self._latest()
+            if latest <= (self._answered or 0):
+                self.store.compare_set("stuck", str(latest), str(latest + 1))
+                latest += 1
+            self._answered = latest
+            for rank, position in seen.items():
+                self.store.set(f"stuck/{latest}/{rank}", json.dumps(asdict(position)))
+            time.sleep(ANSWER_S)
+            return {
+                rank: RankPosition(**json.loads(self.store.get(f"stuck/{latest}/{rank}")))
+                if self.store.check([f"stuck/{latest}/{rank}"])
+                else RankPosition()
+                for rank in range(self.world_size)
+            }
+
+        answers = within(ANSWER_S + STORE_S, ask)
+        return {0: RankPosition(), **seen} if answers is None else answers
+
+
+def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
+    """What the store says, in as many seconds; None if the process that keeps it is gone or does not answer."""
+    answers: list[T] = []
+
+    def collect_answer() -> None:
+        with suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=collect_answer, name="paceline-ask", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answers[0] if answers else None
+
+
 class OutsideWatch:
     """Looks at ranks when asked.
 
@@ -107,8 +182,7 @@ class OutsideWatch:
     patience_s: how long one may give no sign of life, beside the time in which it was ready to run and the machine gave
         it no core.
     sees_all: whether the others need all of these ranks. Else a rank that waits may wait for any other one.
-    exchange: tells the other hosts what is seen here, and returns what all hosts see of all ranks of the run; None if
-        all of them are here.
+    seen_by_all: what all hosts see of all ranks of the run; None if all of them are here.
     """
 
     def __init__(
@@ -118,10 +192,10 @@ class OutsideWatch:
         *,
         patience_s: float,
         sees_all: bool = True,
-        exchange: Callable[[RankPositions], RankPositions] | None = None,
+        seen_by_all: SeenByAll | None = None,
     ) -> None:
         self.board, self.ranks, self.patience_s = board, ranks, patience_s
-        self.sees_all, self.exchange = sees_all, exchange
+        self.sees_all, self.seen_by_all = sees_all, seen_by_all
         for slot in ranks:
             board.stack(slot)  # before ranks are forked
         self._silences: dict[int, _Silence] = {}
@@ -143,15 +217,15 @@ class OutsideWatch:
             self._awake_s = time.monotonic()
         self._looked_s = time.monotonic()
         silent = {slot for slot, pid in pids.items() if self._silent_s(slot, pid) > self.patience_s}
-        if not silent:
+        if not silent and not (self.seen_by_all and self.seen_by_all.is_asked()):
             return None
         seen = self._positions(pids, silent)
-        if self.exchange is not None:
-            seen = self.exchange(seen)
+        if self.seen_by_all is not None:
+            seen = self.seen_by_all(seen)
         reacting = [position for position in seen.values() if position.reacts]
         has_waiting = (
             not self.sees_all
-            or (self.exchange is None and len(pids) < len(self.ranks))
+            or (self.seen_by_all is None and len(pids) < len(self.ranks))
             or (len(seen) > 1 and _is_awaited(reacting))
         )
         is_everywhere = self.sees_all and all(
@@ -176,7 +250,7 @@ class OutsideWatch:
         ):
             return failure
         self._awake_s = time.monotonic()
-        if len(self._silent_in) == 1 and (self.exchange is None or 0 in self.ranks.values()):
+        if len(self._silent_in) == 1 and (self.seen_by_all is None or 0 in self.ranks.values()):
             tell_silence(failure)
         return None
 

@@ -7,26 +7,20 @@ the last rank of a host whose thread runs looks at all of them, as the rank that
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from paceline.base.errors import PacelineError, PeerLost
 from paceline.launch.hosts.liveness import silence_s
 from paceline.launch.process.context import RankContext
 from paceline.launch.process.failure import Failure, failure_of
-from paceline.launch.process.outside_watch import OutsideWatch, RankPosition, RankPositions, listed
+from paceline.launch.process.outside_watch import ANSWER_S, STORE_S, OutsideWatch, listed, within
 
-T = TypeVar("T")
-
-_ANSWER_S = 3.0  # how long to wait for what the other ranks say
 _POLL_S = 0.02  # between looks for a word that a rank died, which makes what others say unnecessary
-_STORE_S = 5.0  # and for the store, on top of it: one that lives in a stopped process never answers
 _AFTER_LOSS = "look at the last lines of its log; --resume goes on from the last checkpoint"
 
 
@@ -53,7 +47,7 @@ class Watchdog:
             if self.context.unreachable:
                 failure = self._silence(self.context.unreachable[0])
             elif self.context.lost:
-                self.done.wait(_ANSWER_S)  # the main thread may hear of it itself, and say more
+                self.done.wait(ANSWER_S)  # the main thread may hear of it itself, and say more
                 failure = self._loss()
             elif self.context.watch is not None and (hang := self._look(self.context.watch)):
                 failure = hang
@@ -88,39 +82,6 @@ class Watchdog:
         )
 
 
-def seen_by_all(store: Any, world_size: int, seen: RankPositions) -> RankPositions:
-    """Tell the other hosts where the ranks of this one are, and hear of theirs. Ranks of which nobody says anything are
-    silent; if the store gives no answer, of which nobody knows why, rank 0's are, which keeps it."""
-
-    def ask() -> dict[int, RankPosition]:
-        for rank, position in seen.items():
-            store.set(f"stuck/{rank}", json.dumps(asdict(position)))
-        time.sleep(_ANSWER_S)
-        return {
-            rank: RankPosition(**json.loads(store.get(f"stuck/{rank}")))
-            if store.check([f"stuck/{rank}"])
-            else RankPosition()
-            for rank in range(world_size)
-        }
-
-    answers = within(_ANSWER_S + _STORE_S, ask)
-    return {0: RankPosition(), **seen} if answers is None else answers
-
-
-def within(limit_s: float | None, ask: Callable[[], T]) -> T | None:
-    """What the store says, in as many seconds; None if the process that keeps it is gone or does not answer."""
-    answers: list[T] = []
-
-    def collect_answer() -> None:
-        with suppress(RuntimeError):
-            answers.append(ask())
-
-    thread = threading.Thread(target=collect_answer, name="paceline-ask", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return answers[0] if answers else None
-
-
 def peer_loss(context: RankContext, error: BaseException) -> Failure:
     """The report of a rank whose collective broke: names the ranks that no longer answer.
 
@@ -134,14 +95,14 @@ def peer_loss(context: RankContext, error: BaseException) -> Failure:
 
     def ask() -> list[int]:
         store.set(f"here/{context.rank}", "1")
-        until_s = time.monotonic() + _ANSWER_S
+        until_s = time.monotonic() + ANSWER_S
         while not context.dead and time.monotonic() < until_s:
             time.sleep(_POLL_S)
         return context.dead[:1] or [
             r for r in range(context.world_size) if not store.check([f"here/{r}"])
         ]
 
-    silent = within(_ANSWER_S + _STORE_S, ask)  # None: the store lived in the process that died
+    silent = within(ANSWER_S + STORE_S, ask)  # None: the store lived in the process that died
     gone = context.dead[:1] or silent
     if not gone:
         return failure
