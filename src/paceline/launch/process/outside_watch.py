@@ -118,24 +118,25 @@ class SeenByAll:
 
     def __init__(self, store: Any, world_size: int) -> None:
         self.store, self.world_size = store, world_size
-        # The last round in which this host said where its ranks are; None if the store is silent.
-        self._answered = within(STORE_S, self._latest)
-        self._looked_s = -math.inf
+        # The last round in which this host said where its ranks are, and the last one known.
+        self._answered = self._known = within(STORE_S, self._latest) or 0
+        self._looked_s, self._looking = -math.inf, threading.Thread()
 
     def _latest(self) -> int:
         return int(self.store.add("stuck", 0))
 
     def is_asked(self) -> bool:
-        """Whether another host has asked and not been answered; looks once a second. A store that was silent once is
-        not asked again."""
-        if time.monotonic() - self._looked_s < _ASKED_S:
-            return False
-        self._looked_s = time.monotonic()
-        latest = within(STORE_S, self._latest) if self._answered is not None else None
-        if latest is None:
-            self._answered = None
-            return False
-        return latest > (self._answered or 0)
+        """Whether another host has asked and not been answered. A thread looks once a second, so that a store that is
+        silent holds nobody up."""
+        if not self._looking.is_alive() and time.monotonic() - self._looked_s >= _ASKED_S:
+            self._looked_s = time.monotonic()
+            self._looking = threading.Thread(target=self._look, name="paceline-ask", daemon=True)
+            self._looking.start()
+        return self._known > self._answered
+
+    def _look(self) -> None:
+        with suppress(RuntimeError):
+            self._known = self._latest()
 
     def __call__(self, seen: RankPositions) -> RankPositions:
         """Return all ranks' positions. Ranks of which nobody says anything are silent; if the store gives no answer, of
@@ -143,7 +144,7 @@ class SeenByAll:
 
         def ask() -> dict[int, RankPosition]:
             latest = self._latest()
-            if latest <= (self._answered or 0):
+            if latest <= self._answered:
                 self.store.compare_set("stuck", str(latest), str(latest + 1))
                 latest += 1
             self._answered = latest
